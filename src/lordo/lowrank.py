@@ -1,0 +1,183 @@
+"""Subspaces of a weight matrix: orientation, basis, projection, rotation, overlap.
+
+Pure functions on tensors. Letters: W, Δ (m, n) with m <= n; Q (m, r) orthonormal columns; g, u, v (r, n).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BasisMethod = Literal["auto", "svd", "subspace"]
+
+# A matrix whose smaller side is above this gets its basis from subspace iteration when the method is "auto":
+# an exact decomposition of 2048 x 5632 takes seconds, and a model has dozens of such matrices.
+SVD_LIMIT = 128
+# Fresh random columns beside the old basis let directions enter that the old basis never touched.
+FRESH_COLUMNS = 8
+# Multiplications by ΔΔᵀ in one refresh.
+ITERATIONS = 3
+
+
+def canonical(matrix: Tensor) -> Tensor:
+    """View a matrix so that it has no more rows than columns: a tall (n, m) one as its (m, n) transpose."""
+    return matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+
+
+def canonical_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Sides (m, n) of a 2-D weight in canonical orientation, m <= n."""
+    rows, columns = shape
+    return min(rows, columns), max(rows, columns)
+
+
+def project(basis: Tensor, matrix: Tensor) -> Tensor:
+    """Coordinates g = Qᵀ X in the subspace: (m, r), (m, n) -> (r, n)."""
+    return basis.mT @ matrix
+
+
+def lift(basis: Tensor, coordinates: Tensor) -> Tensor:
+    """Back to the full space, Q g: (m, r), (r, n) -> (m, n)."""
+    return basis @ coordinates
+
+
+def overlap(first: Tensor, second: Tensor) -> float:
+    """Share ‖Q₁ᵀQ₂‖²_F / r that two subspaces have in common: 1 for the same subspace, r/m for random ones."""
+    return float((first.mT @ second).square().sum() / first.shape[-1])
+
+
+def identity_basis(m: int, rank: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """First `rank` coordinate axes (m, r): a basis to hold before any gradient was seen."""
+    return torch.eye(m, rank, dtype=dtype, device=device)
+
+
+def is_usable(matrix: Tensor) -> bool:
+    """Whether a matrix can give a basis: every entry finite, not all of them zero."""
+    peak = float(torch.linalg.vector_norm(matrix, ord=math.inf))
+    return math.isfinite(peak) and peak > 0
+
+
+def leading_subspace(
+    matrix: Tensor,
+    basis: Tensor,
+    *,
+    method: BasisMethod = "auto",
+    seed: tuple[int, str, int] = (0, "", 0),
+    fresh: int = FRESH_COLUMNS,
+) -> Tensor:
+    """Orthonormal basis of the r leading left singular vectors of a matrix.
+
+    Args:
+        matrix: (m, n), m <= n; any float dtype, computed in float32 or better.
+        basis: (m, r), the present basis: gives r, and the start of the iteration.
+        method: "svd" is exact; "subspace" is block power iteration from the present basis, a few matrix products;
+            "auto" takes "svd" up to a smaller side of 128.
+        seed: (run seed, parameter name, step) of the private generator of the fresh columns.
+        fresh: how many random columns join the present basis at the start of the iteration.
+
+    Returns:
+        (m, r) in the dtype of `basis`. A matrix that is zero or not finite returns `basis` itself.
+    """
+    if not is_usable(matrix):
+        return basis
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    with torch.autocast(matrix.device.type, enabled=False):
+        if method == "svd" or (method == "auto" and matrix.shape[0] <= SVD_LIMIT):
+            new = svd_basis(matrix, basis.shape[-1])
+        else:
+            new = subspace_basis(matrix, basis.to(matrix.dtype), seed=seed, fresh=fresh)
+    return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else basis
+
+
+def svd_basis(matrix: Tensor, rank: int) -> Tensor:
+    """Exact r leading left singular vectors: (m, n) -> (m, r)."""
+    return torch.linalg.svd(matrix, full_matrices=False)[0][:, :rank].contiguous()
+
+
+def subspace_basis(
+    matrix: Tensor,
+    basis: Tensor,
+    *,
+    seed: tuple[int, str, int],
+    fresh: int = FRESH_COLUMNS,
+    iterations: int = ITERATIONS,
+) -> Tensor:
+    """Leading left singular subspace by warm-started block power iteration and one Rayleigh-Ritz step.
+
+    Args:
+        matrix: (m, n), finite, not zero.
+        basis: (m, r), where to start.
+        seed, fresh: see `leading_subspace`.
+        iterations: how many multiplications by ΔΔᵀ.
+
+    Returns:
+        (m, r), orthonormal whatever the rank of the matrix (QR completes what power iteration loses).
+    """
+    m, rank = basis.shape
+    peak = torch.linalg.vector_norm(matrix, ord=math.inf)  # divided out, or tiny entries would vanish when squared
+    block = _orthonormal(torch.cat([basis, _fresh_columns(basis, min(fresh, m - rank), seed)], dim=1))
+    for _ in range(iterations):
+        block = _orthonormal(matrix @ ((matrix.mT @ block) / peak) / peak)
+    small = (block.mT @ matrix) / peak
+    _, directions = torch.linalg.eigh(small @ small.mT)  # ascending
+    return block @ directions[:, -rank:].flip(-1)
+
+
+def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: float) -> Tensor:
+    """One step of block power iteration on B = ρ Q û + (1−ρ) X from Q, without forming B (LDAdam, arXiv 2410.16103).
+
+    B Bᵀ Q = B (Bᵀ Q), and Bᵀ Q = ρ ûᵀ + (1−ρ) Xᵀ Q because QᵀQ = I.
+
+    Args:
+        basis: Q (m, r). momentum: û (r, n). signal: X (m, n). share: ρ.
+
+    Returns:
+        (m, r), orthonormal columns; `basis` itself where B is zero or not finite.
+    """
+    coordinates = share * momentum.mT + (1 - share) * (signal.mT @ basis)  # Bᵀ Q, (n, r)
+    if not is_usable(coordinates):
+        return basis
+    coordinates = coordinates / torch.linalg.vector_norm(coordinates, ord=math.inf)
+    return _orthonormal(share * (basis @ (momentum @ coordinates)) + (1 - share) * (signal @ coordinates))
+
+
+def _orthonormal(block: Tensor) -> Tensor:
+    return torch.linalg.qr(block)[0]
+
+
+def _fresh_columns(basis: Tensor, num: int, seed: tuple[int, str, int]) -> Tensor:
+    """(m, num) random columns from a generator of their own, drawn on the CPU so that every device agrees."""
+    run, name, step = seed
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{run}/{name}/{step}".encode()))
+    columns = torch.randn(basis.shape[0], num, generator=generator, dtype=torch.float64)
+    return columns.to(basis.device, basis.dtype)
+
+
+def rotate_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, old: Tensor, new: Tensor, *, betas: tuple[float, float], step: float
+) -> tuple[Tensor, Tensor]:
+    """Carry both moments from one basis to another (LDAdam, arXiv 2410.16103).
+
+    With C = Q_newᵀ Q_old and c_i = 1 − β_iᵗ:  u' = C u,
+    v' = c2 |(C∘C) max(v/c2 − (u/c1)², 0) + (C u/c1)²|:  variances rotate, means rotate, squares are put back together.
+
+    Args:
+        exp_avg: u, (r, n). exp_avg_sq: v, (r, n).
+        old, new: (m, r), orthonormal columns.
+        betas: decay rates of the moments. step: t, this parameter's own steps; at 0 both moments are returned as given.
+
+    Returns:
+        u', v', both (r, n), v' >= 0.
+    """
+    if step == 0:
+        return exp_avg, exp_avg_sq
+    c1, c2 = (1 - beta**step for beta in betas)
+    change = new.mT @ old
+    mean = exp_avg / c1
+    variance = (exp_avg_sq / c2 - mean.square()).clamp_(min=0)
+    rotated = change @ exp_avg
+    rotated_sq = (change.square() @ variance).add_((rotated / c1).square_()).abs_().mul_(c2)
+    return rotated, rotated_sq

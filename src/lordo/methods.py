@@ -1,0 +1,370 @@
+"""THE TABLE: a method is a row (how its step differs, what is averaged and how often); and LoRDO, the drop-in optimizer.
+
+This is the one place where the local step (`optim`) and the synchronisation (`sync`) meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from lordo.lowrank import BasisMethod
+from lordo.optim import LowRankAdam, is_lowrank
+from lordo.optim.local import evaluate
+from lordo.optim.options import LOCAL_DEFAULTS, check_range, check_whole
+from lordo.suggest import nearest, unknown
+from lordo.sync import Comm, Solo, as_comm
+from lordo.sync.agreement import check_agreement
+from lordo.sync.rules import Average, AverageGradients, FirstBasis, PseudoGradient, Rule, SyncReport
+from lordo.sync.schedule import PERIODS, is_due, steps_to_next
+from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
+
+_REQUIRED: Any = required  # torch's mark of a setting that has no default
+
+SYNC_DEFAULTS: dict[str, Any] = {
+    "sync_every": 32,
+    "sync_exp_avg_every": None,
+    "sync_exp_avg_sq_every": None,
+    "sync_error_every": None,
+    "outer": "none",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+}
+
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+_LOWRANK = ("rank", "basis")
+_LOCAL_UPDATE = ("sync_every", "outer", "outer_lr", "outer_momentum")
+_FULLRANK_TERM = ("omega", "error_feedback", "fullrank_signal", "fullrank_denominator", "sync_error_every")
+_MOMENT_PERIODS = ("sync_exp_avg_every", "sync_exp_avg_sq_every")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        name, summary: what it is called, and one line about it.
+        averages_gradients: whether the gradient is averaged at every step (then nothing else is).
+        averages: what else is averaged, each every K steps of its own.
+        basis_from: "sync" (leading subspace of Δ), "gradient", "momentum"; None where no weight is low-rank.
+        settings: what a user may set; anything else is refused.
+        defaults: where this row differs from the general defaults; a user's settings go before them.
+        fixed: what makes the row what it is.
+    """
+
+    name: str
+    summary: str
+    averages_gradients: bool = False
+    averages: tuple[str, ...] = ()
+    basis_from: Literal["sync", "gradient", "momentum"] | None = None
+    settings: tuple[str, ...] = _ADAM
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings of this method, from those given.
+
+        Raises:
+            ValueError: a setting that this method does not have, with the nearest name.
+        """
+        for name in given:
+            if name not in self.settings:
+                raise ValueError(f"method '{self.name}': {unknown('setting', name, self.settings)}")
+        basis_from = {"basis_from": self.basis_from} if self.basis_from else {"rank": None}
+        return {**LOCAL_DEFAULTS, **SYNC_DEFAULTS, **self.defaults, **given, **basis_from, **self.fixed}
+
+    def rules(self, settings: Mapping[str, Any]) -> tuple[list[Rule], list[Rule]]:
+        """What is done before and after each local step."""
+        before: list[Rule] = []
+        after: list[Rule] = []
+        if self.averages_gradients:
+            before.append(AverageGradients())
+        if self.basis_from == "sync":
+            before.append(FirstBasis())
+        if self.averages:
+            after.append(Average(*(what for what in PERIODS if what in self.averages or what == "error")))
+        refresh, outer = self.basis_from == "sync", settings["outer"] == "nesterov"
+        if refresh or outer:
+            after.append(PseudoGradient(refresh=refresh, outer=outer))
+        return before, after
+
+
+_LORDO_SETTINGS = (*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_FULLRANK_TERM, *_MOMENT_PERIODS)
+_EVERYTHING = ("parameters", "exp_avg", "exp_avg_sq")
+
+METHODS: dict[str, Method] = {
+    row.name: row
+    for row in (
+        Method(
+            "lordo",
+            "low-rank Adam, rare averaging, one basis for all from the averaged pseudo-gradient, full-rank term",
+            averages=_EVERYTHING,
+            basis_from="sync",
+            settings=_LORDO_SETTINGS,
+            defaults={"omega": None, "error_feedback": True},
+        ),
+        Method(
+            "ddp-adamw",
+            "AdamW, gradients averaged at every step",
+            averages_gradients=True,
+        ),
+        Method(
+            "local-adamw",
+            "AdamW, parameters and moments averaged every K steps",
+            averages=_EVERYTHING,
+            settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        ),
+    )
+}
+
+
+def find(name: str) -> Method:
+    """The row of that name.
+
+    Raises:
+        ValueError: no such method, with the nearest name.
+    """
+    if name not in METHODS:
+        raise ValueError(unknown("method", name, METHODS))
+    return METHODS[name]
+
+
+class DistributedOptimizer(LowRankAdam):
+    """A method at work on one worker: local step, and around it the rules of the method's row.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of either.
+        method: a row of METHODS, or its name.
+        workers: None, a process group, a one-dimensional DeviceMesh, or what `lordo.simulate` hands out.
+        settings: of the method, by name; each may also be given for a parameter group.
+
+    Attributes:
+        workers: the Comm, which counts bytes and seconds.
+        report: what the last synchronisation did.
+
+    Raises:
+        ValueError, TypeError: a setting or parameter that cannot be used. At the first step also when workers disagree in
+            parameter names, shapes, dtypes, settings or initial weights.
+    """
+
+    def __init__(self, params: Iterable[Any], method: str | Method, *, workers: Any = None, **settings: Any) -> None:
+        """Check everything, allocate all state; nothing is sent before the first step."""
+        self.method = find(method) if isinstance(method, str) else method
+        self._attach(as_comm(workers))
+        resolved = self.method.resolve(settings)
+        self.before, self.after = self.method.rules(resolved)
+        super().__init__(params, resolved)
+
+    def _attach(self, comm: Comm) -> None:
+        self.workers = comm
+        self.report = SyncReport(step=0)
+        self._num_workers = comm.size
+        self._agreed = False
+        self._gradients_averaged = False
+
+    # -- parameters and their state ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. All workers must do so at the same step."""
+        _refuse_misspelt(param_group, self.method)
+        super().add_param_group(param_group)
+        self.param_groups[-1]["started"] = False
+        self._agreed = False
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the settings of a group, those of the local step and those of the synchronisation."""
+        if self.method.basis_from is None and group["rank"] is not None:
+            raise ValueError(f"method '{self.method.name}' has no low-rank weights: leave rank out, or None")
+        super().check_group(group)
+        for name in PERIODS.values():
+            if name == "sync_every" or group[name] is not None:
+                check_whole(name, group[name])
+        if group["outer"] not in ("none", "nesterov"):
+            raise ValueError(f"outer must be 'none' or 'nesterov'; got {group['outer']!r}")
+        check_range("outer_lr", group["outer_lr"], 0, float("inf"))
+        check_range("outer_momentum", group["outer_momentum"], 0, 1, high_included=False)
+
+    def new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """State of the local step, and what the rules keep."""
+        state = super().new_state(p, group)
+        for rule in (*self.before, *self.after):
+            state.update(rule.new_state(p, is_lowrank(p.shape, group["rank"])))
+        return state
+
+    def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Settings of a group with ω filled in."""
+        omega = default_omega(group["sync_every"]) if group["omega"] is None else group["omega"]
+        return {**group, "omega": omega}
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Local step, and whatever is due after it. Returns what the closure returns."""
+        loss = evaluate(closure)
+        number = self.steps_taken + 1
+        self._start()
+        for rule in self.before:
+            if not (self._gradients_averaged and isinstance(rule, AverageGradients)):
+                rule(self, self.workers, number)
+        self._gradients_averaged = False
+        for group in self.param_groups:
+            group["started"] = True
+        self.local_step()
+        for rule in self.after:
+            rule(self, self.workers, number)
+        return loss
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients now, for methods that do so at every step: call it before clipping. Others: nothing.
+
+        `step` does it if it was not called.
+        """
+        self._start()
+        for rule in self.before:
+            if isinstance(rule, AverageGradients):
+                rule(self, self.workers, self.steps_taken + 1)
+        self._gradients_averaged = True
+
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Average the weights over the workers now, outside the schedule: before the last evaluation, or before saving a model.
+
+        Nothing is sent if they were averaged at this very step. Training may go on afterwards.
+        """
+        if not self.method.averages_gradients:
+            stale = [p for _, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
+            self.workers.mean_([("parameters", p.detach()) for p in stale])
+
+    @property
+    def steps_to_next_sync(self) -> int:
+        """Steps until parameters are averaged again, 1 to K."""
+        return 1 if self.method.averages_gradients else steps_to_next(self.param_groups[0], self.steps_taken)
+
+    def _start(self) -> None:
+        """Once before the first step (and after loading or adding parameters): compare notes, lay the anchors down."""
+        if self.workers.size != self._num_workers:
+            raise RuntimeError(
+                f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "
+                "workers=… and load the state_dict"
+            )
+        if self._agreed:
+            return
+        new = [p for group in self.param_groups if not group["started"] for p in group["params"] if p in self.state]
+        for p in new:
+            if "anchor" in self.state[p]:
+                self.state[p]["anchor"].copy_(p)  # the weights may have been loaded after the optimizer was built
+        check_agreement(self.named_members(), [_plain(g) for g in self.param_groups], self.workers, weights=bool(new))
+        self._agreed = True
+
+    # -- copying, saving, loading --------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the connection to the other workers."""
+        return {**super().__getstate__(), "method": self.method, "_num_workers": self._num_workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is alone; it refuses to step if the original was not."""
+        super().__setstate__(state)
+        num_workers = self._num_workers
+        self._attach(Solo())
+        self._num_workers = num_workers
+        self.before, self.after = self.method.rules(self.defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; workers compare notes again before the next step."""
+        super().load_state_dict(state_dict)
+        self._agreed = False
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal on all workers in a group: its settings, as plain values, and the steps taken."""
+    hidden = ("params", "param_names", "skipped_steps", "skipped_in_a_row")
+    plain = {key: value for key, value in group.items() if key not in hidden}
+    return {key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+
+
+def _refuse_misspelt(param_group: Mapping[str, Any], method: Method) -> None:
+    """torch keeps unknown keys of a group without a word; one that looks like a setting is a mistake."""
+    for key in param_group:
+        if key not in {*method.settings, "params", "param_names", "rank"} and nearest(key, method.settings):
+            raise ValueError(f"parameter group: {unknown('setting', key, method.settings)}")
+
+
+class LoRDO(DistributedOptimizer):
+    """Low-rank Adam on each worker, one basis for all from the averaged pseudo-gradient, communication every K steps.
+
+    Jovanović et al., "LoRDO: Distributed Low-Rank Optimization with Infrequent Communication", ICML 2026, arXiv 2602.04396. For a
+    weight W (m, n), m <= n, with gradient G, error E and basis Q (m, r):
+
+        X = G + E,  g = QᵀX,  E = X − Q g,  u, v = moments of g
+        W = (1 − lr·wd) W − lr [ (1−ω) X / μ(√v̂ + ε) + ω Q (û / (√v̂ + ε)) ]
+
+    and every K steps: average W, u, v over the workers; Δ = W − anchor; Q = leading r left singular vectors of Δ; u, v rotated.
+
+    Args:
+        params: `lordo.param_groups(model, rank=…)` (recommended: it keeps embeddings and heads full-rank), parameters, or
+            (name, parameter) pairs. Without module types every matrix whose smaller side exceeds the rank is low-rank.
+        lr: learning rate.
+        rank: r. None: every weight is full-rank, and with omega=1 the step is AdamW's. May differ per group.
+        sync_every: K, steps between two averages of the parameters.
+        sync_exp_avg_every, sync_exp_avg_sq_every: the same for the moments; None follows sync_every.
+        sync_error_every: the same for the error; None never averages it.
+        betas: decay of the two moments. eps: added to the denominator. weight_decay: decoupled, as in AdamW.
+        omega: ω, the share of the low-rank momentum; None is max(0.9, 1 − 1/K); 1 switches the full-rank term off.
+        error_feedback: keep what projection drops and add it to the next gradient (memory: one tensor of the weight's shape).
+        fullrank_signal: F of the full-rank term, "gradient+error" (X) or "gradient" (G, the formula as printed in the paper).
+        fullrank_denominator: μ, "channel" (one mean for each column) or "mean" (one for the matrix, as in the paper).
+        basis: "svd", "subspace" (a few matrix products), or "auto" (svd up to a smaller side of 128).
+        workers: None (alone), a process group, a one-dimensional DeviceMesh, or what `lordo.simulate` hands out.
+
+    Raises:
+        ValueError, TypeError: see DistributedOptimizer.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: int | None = _REQUIRED,
+        sync_every: int = 32,
+        sync_exp_avg_every: int | None = None,
+        sync_exp_avg_sq_every: int | None = None,
+        sync_error_every: int | None = None,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        omega: float | None = None,
+        error_feedback: bool = True,
+        fullrank_signal: FullrankSignal = "gradient+error",
+        fullrank_denominator: FullrankDenominator = "channel",
+        basis: BasisMethod = "auto",
+        workers: Any = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(
+            params,
+            "lordo",
+            workers=workers,
+            lr=lr,
+            rank=rank,
+            sync_every=sync_every,
+            sync_exp_avg_every=sync_exp_avg_every,
+            sync_exp_avg_sq_every=sync_exp_avg_sq_every,
+            sync_error_every=sync_error_every,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            omega=omega,
+            error_feedback=error_feedback,
+            fullrank_signal=fullrank_signal,
+            fullrank_denominator=fullrank_denominator,
+            basis=basis,
+        )

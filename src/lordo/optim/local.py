@@ -1,0 +1,225 @@
+"""LowRankAdam: Adam whose moments live in a subspace, with error feedback and a quasi-hyperbolic full-rank term."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from lordo.lowrank import canonical, canonical_shape, identity_basis, rotate_moments
+from lordo.optim.fullrank_step import fullrank_step_
+from lordo.optim.local_basis import local_basis
+from lordo.optim.lowrank_step import lowrank_step_
+from lordo.optim.options import LOCAL_DEFAULTS, check_options
+from lordo.optim.routing import clean_name, is_lowrank
+
+# Steps in a row that may be skipped for a non-finite gradient before it is an error.
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+class LowRankAdam(torch.optim.Optimizer):
+    """The local step of every method in lordo, for all parameters of one worker.
+
+    State of a low-rank weight of canonical shape (m, n), m <= n: `step` (), `exp_avg` and `exp_avg_sq` (r, n), `basis` (m, r), and
+    with error feedback `error` in the weight's own shape. Of any other weight: `step`, `exp_avg`, `exp_avg_sq` in its shape.
+    All of it exists from construction on, in float32 (float64 for float64 weights), under the same keys on every worker.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of either (`lordo.param_groups`).
+        options: the settings of LOCAL_DEFAULTS, each overridable in a group.
+
+    Raises:
+        ValueError, TypeError: a setting or parameter that cannot be used.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler must not skip `step` on one worker alone
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
+        """Check the settings and allocate the state of every parameter."""
+        super().__init__(params, {**LOCAL_DEFAULTS, **options})
+
+    # -- parameters and their state ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in torch; their state is allocated at once."""
+        if "rank" not in param_group and self.defaults["rank"] is required:
+            raise ValueError("rank is missing: give rank=…, or use lordo.param_groups(model, rank=…)")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.check_group(group)
+            for p in group["params"]:
+                _check_parameter(p)
+        except (ValueError, TypeError):
+            self.param_groups.pop()  # a refused group leaves the optimizer as it was
+            raise
+        for counter in ("steps_taken", "skipped_steps", "skipped_in_a_row"):
+            group[counter] = self.param_groups[0].get(counter, 0)
+        for p in group["params"]:
+            if p.requires_grad:
+                self.state[p] = self.new_state(p, group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the settings of a group."""
+        check_options(group)
+
+    def new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """State of one parameter before its first step."""
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        shape: torch.Size | tuple[int, int] = p.shape
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        if is_lowrank(p.shape, group["rank"]):
+            m, n = canonical_shape(p.shape)
+            shape = (group["rank"], n)
+            state["basis"] = identity_basis(m, group["rank"], dtype=dtype, device=p.device)
+            if group["error_feedback"]:
+                state["error"] = torch.zeros_like(p, dtype=dtype)
+        state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=p.device)
+        state["exp_avg_sq"] = torch.zeros(shape, dtype=dtype, device=p.device)
+        return state
+
+    def named_members(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
+        """(name, parameter, group) of every trainable parameter, sorted by name: the same order on every worker."""
+        return sorted(self._members(), key=lambda member: member[0])
+
+    def _members(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        index = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                if p in self.state:
+                    yield clean_name(names[i]) if names else f"parameter {index:06d}", p, group
+                index += 1
+
+    def set_basis(self, p: Tensor, basis: Tensor) -> None:
+        """Install a basis (m, r), carrying both moments into it; the basis it already holds changes nothing."""
+        state = self.state[p]
+        old = state["basis"]
+        if torch.equal(old, basis):
+            return
+        betas, step = self._group_of(p)["betas"], float(state["step"])
+        u, v = rotate_moments(state["exp_avg"], state["exp_avg_sq"], old, basis, betas=betas, step=step)
+        state["exp_avg"].copy_(u)
+        state["exp_avg_sq"].copy_(v)
+        old.copy_(basis)
+
+    def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a group with those that follow from others filled in."""
+        return group
+
+    def _group_of(self, p: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is q for q in group["params"]))
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps_taken(self) -> int:
+        """Calls of `step` so far, skipped ones included: what every schedule counts."""
+        return int(self.param_groups[0]["steps_taken"])
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps this worker skipped because a gradient was not finite."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One local step; returns what the closure returns."""
+        loss = evaluate(closure)
+        self.local_step()
+        return loss
+
+    def local_step(self) -> None:
+        """Update every weight that has a gradient, or none of them if a gradient is not finite."""
+        unusable = self._nonfinite_gradient()
+        self._count(unusable)
+        if unusable is not None:
+            return
+        for group in self.param_groups:
+            options = self.resolved(group)
+            fullrank = []
+            for p in group["params"]:
+                if p.grad is None or p not in self.state:
+                    continue
+                gradient, state = self._unscaled(p.grad), self.state[p]
+                if "basis" in state:
+                    self._lowrank_step(p, gradient, state, options)
+                else:
+                    state["step"] += 1
+                    fullrank.append((p, gradient, state))
+            fullrank_step_(fullrank, options)
+
+    def _lowrank_step(self, p: Tensor, gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
+        signal = gradient
+        if "error" in state:
+            signal = state["error"].add_(gradient)
+        local_basis(canonical(signal), state, options)
+        state["step"] += 1
+        lowrank_step_(p, gradient, state, options)
+
+    def _nonfinite_gradient(self) -> str | None:
+        """Name of a parameter whose gradient holds a NaN or an infinity."""
+        named = [(name, p.grad) for name, p, _ in self._members() if p.grad is not None]
+        if not named:
+            return None
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p not in self.state):
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was built: add it by add_param_group")
+        for name, gradient in named:
+            if gradient.layout is not torch.strided:
+                raise TypeError(f"the gradient of '{name}' is {gradient.layout}; LoRDO needs dense gradients (sparse=False)")
+        peaks = torch._foreach_norm([gradient for _, gradient in named if gradient.numel()], ord=math.inf)
+        finite = torch.stack([peak.to(peaks[0].device, torch.float32) for peak in peaks]).isfinite() if peaks else None
+        if finite is None or bool(finite.all()):
+            return None
+        names = [name for name, gradient in named if gradient.numel()]
+        return names[int(finite.logical_not().nonzero()[0])]
+
+    def _count(self, unusable: str | None) -> None:
+        """Count this step in every group, and report it if it is skipped."""
+        for group in self.param_groups:
+            group["steps_taken"] += 1
+            group["skipped_steps"] += unusable is not None
+            group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if unusable is not None else 0
+        if unusable is None:
+            return
+        in_a_row = self.param_groups[0]["skipped_in_a_row"]
+        sentence = f"step {self.steps_taken} skipped on this worker: the gradient of '{unusable}' is not finite"
+        if in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise FloatingPointError(f"{sentence}, and so were the {in_a_row - 1} before it: lower the learning rate or check the data")
+        warnings.warn(f"{sentence} ({self.num_skipped_steps} skipped so far)", RuntimeWarning, stacklevel=4)
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient without a GradScaler's factor (a copy then: `p.grad` is never written)."""
+        scale = getattr(self, "grad_scale", None)
+        return gradient if scale is None else gradient / scale.to(gradient.device)
+
+    # -- saving and loading --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, keeping its dtypes (torch would cast moments to the dtype of the weights)."""
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, p in zip(saved_ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                own = self.state[p][key]
+                self.state[p][key] = value.detach().clone().to(device=own.device)
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Loss and gradients from a closure, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _check_parameter(p: Tensor) -> None:
+    if not p.is_floating_point():
+        raise TypeError(f"LoRDO optimizes real floating-point parameters; got a parameter of {p.dtype}, shape {tuple(p.shape)}")

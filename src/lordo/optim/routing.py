@@ -1,0 +1,133 @@
+"""Which weights are low-rank, and why: by module type, tying and shape, never by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Prefixes that wrappers put before a parameter's name (torch.compile, DistributedDataParallel).
+WRAPPER_PREFIXES = ("_orig_mod.", "module.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers add, so that wrapping changes neither matching nor saving."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.removeprefix(prefix).replace("." + prefix, ".")
+    return name
+
+
+def is_lowrank(shape: torch.Size | tuple[int, ...], rank: int | None) -> bool:
+    """A weight is low-rank if it is a matrix whose smaller side is larger than the rank."""
+    return rank is not None and len(shape) == 2 and rank < min(shape)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one parameter goes: its name, shape, rank (None: full-rank) and the reason."""
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int | None
+    reason: str
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Parameter groups for an optimizer; printing them shows the table of what goes where and why."""
+
+    def __init__(self, groups: list[dict[str, Any]], routes: list[Route]) -> None:
+        """Groups as torch optimizers take them, and the route of every parameter of the model."""
+        super().__init__(groups)
+        self.routes = routes
+
+    def table(self) -> str:
+        """One line a parameter: name, shape, rank, reason; parameters that differ by layer number only share a line."""
+        return routing_table(self.routes)
+
+    __str__ = table
+
+
+def param_groups(model: nn.Module, *, rank: int | None) -> ParamGroups:
+    """Split a model's trainable parameters into a low-rank and a full-rank group.
+
+    Full-rank are: embeddings, output heads (tied to an embedding, or a linear layer as wide as the vocabulary), anything that
+    is not a matrix, and matrices whose smaller side is at most `rank`. Frozen parameters are left out.
+
+    Args:
+        model: any module; wrappers' prefixes (torch.compile, DDP) are dropped from the names.
+        rank: r of the low-rank weights; None makes everything full-rank.
+
+    Returns:
+        Two groups (or one) of named parameters, ready for `LoRDO`; `print(groups)` shows the table.
+
+    Raises:
+        ValueError: rank below 1, or a model without trainable parameters.
+    """
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be at least 1, or None for full-rank only; got {rank}")
+    routes, lowrank, fullrank = [], [], []
+    for name, parameter, reason in _reasons(model, rank):
+        route = Route(name, tuple(parameter.shape), rank if reason == "matrix" else None, reason)
+        routes.append(route)
+        if reason == "frozen":
+            continue
+        (lowrank if route.rank else fullrank).append((name, parameter))
+    if not lowrank and not fullrank:
+        raise ValueError("the model has no parameter with requires_grad=True: nothing to optimize")
+    groups: list[dict[str, Any]] = [{"params": lowrank, "rank": rank}] if lowrank else []
+    if fullrank:
+        groups.append({"params": fullrank, "rank": None})
+    return ParamGroups(groups, routes)
+
+
+def _reasons(model: nn.Module, rank: int | None) -> Iterator[tuple[str, Tensor, str]]:
+    """Every parameter once, with the reason of its route; "matrix" is the low-rank one."""
+    by_type = _vocabulary_weights(model)
+    for name, parameter in model.named_parameters():  # a tied weight is listed once
+        yield clean_name(name), parameter, by_type.get(parameter) or _reason_of_shape(parameter, rank)
+
+
+def _reason_of_shape(parameter: Tensor, rank: int | None) -> str:
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter.ndim != 2:
+        kind = {0: "scalar", 1: "vector"}.get(parameter.ndim, f"{parameter.ndim}-D tensor")
+        return f"full-rank: {kind}"
+    if rank is None:
+        return "full-rank: rank is None"
+    if min(parameter.shape) <= rank:
+        return f"full-rank: smaller side {min(parameter.shape)} <= rank {rank}"
+    return "matrix"
+
+
+def _vocabulary_weights(model: nn.Module) -> dict[Tensor, str]:
+    """Embeddings, and the linear layers that turn hidden states back into vocabulary entries."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    reasons = {m.weight: "full-rank: embedding" for m in embeddings if m.weight.requires_grad}
+    vocabularies = {m.num_embeddings for m in embeddings}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or not module.weight.requires_grad:
+            continue
+        if module.weight in reasons:
+            reasons[module.weight] = "full-rank: embedding tied to the output head"
+        elif module is head or (module.out_features in vocabularies and module.out_features != module.in_features):
+            reasons[module.weight] = "full-rank: output head"
+    return reasons
+
+
+def routing_table(routes: list[Route]) -> str:
+    """The routes as aligned text, parameters of equal shape and reason in different layers folded into one line."""
+    folded: dict[tuple[str, tuple[int, ...], str], list[Route]] = {}
+    for route in routes:
+        pattern = ".".join("*" if part.isdigit() else part for part in route.name.split("."))
+        folded.setdefault((pattern, route.shape, route.reason), []).append(route)
+    rows = [("parameter", "count", "shape", "rank", "why")]
+    for (pattern, shape, reason), members in folded.items():
+        sides = "×".join(map(str, shape)) or "scalar"
+        rows.append((pattern, str(len(members)), sides, str(members[0].rank or "full"), reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows)

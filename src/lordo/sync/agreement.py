@@ -1,0 +1,65 @@
+"""Before the first exchange: do all workers train the same model in the same way?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lordo.sync.comm import Comm
+from lordo.sync.rules import Member
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm: Comm, *, weights: bool) -> None:
+    """Compare names, shapes, dtypes and settings of all workers, and at the very start the weights.
+
+    Args:
+        members: named parameters. settings: of each group, plain values only. comm: the workers.
+        weights: whether weights must be equal too.
+
+    Raises:
+        ValueError: the same sentence on every worker, naming the first difference and the worker that has it.
+    """
+    if comm.size == 1:
+        return
+    note = {
+        "layout": {name: (tuple(p.shape), str(p.dtype)) for name, p, _ in members},
+        "settings": settings,
+        "weights": {name: _fingerprint(p) for name, p, _ in members} if weights else {},
+    }
+    notes = comm.gather(note)
+    for worker, other in enumerate(notes[1:], start=1):
+        difference = _difference(notes[0], other, worker)
+        if difference is not None:
+            raise ValueError(difference)
+
+
+def _fingerprint(p: Tensor) -> int:
+    """Sum of the bit patterns: exact, hence the same whatever the number of threads."""
+    return int(p.detach().contiguous().view(-1).view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)) if p.numel() else 0
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], worker: int) -> str | None:
+    for name in sorted(first["layout"].keys() ^ other["layout"].keys()):
+        has, lacks = (0, worker) if name in first["layout"] else (worker, 0)
+        return f"worker {has} has a parameter '{name}' that worker {lacks} lacks: build the same model on every worker"
+    for name, (shape, dtype) in first["layout"].items():
+        if (shape, dtype) != other["layout"][name]:
+            theirs = "{} of {}".format(*other["layout"][name])
+            return f"parameter '{name}' is {shape} of {dtype} on worker 0 but {theirs} on worker {worker}: build the same model on every worker"
+    if len(first["settings"]) != len(other["settings"]):
+        return f"worker 0 has {len(first['settings'])} parameter groups, worker {worker} has {len(other['settings'])}: group alike on every worker"
+    for ours, theirs in zip(first["settings"], other["settings"], strict=True):
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                return f"{key} is {ours.get(key)!r} on worker 0 but {theirs.get(key)!r} on worker {worker}: give every worker the same settings"
+    for name, fingerprint in first["weights"].items():
+        if fingerprint != other["weights"][name]:
+            return (
+                f"worker {worker} starts from other weights than worker 0 (first difference in '{name}'): "
+                "build the model from the same seed or the same checkpoint on every worker"
+            )
+    return None

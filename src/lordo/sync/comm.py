@@ -1,0 +1,166 @@
+"""The contract between workers, and the worker that is alone."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lordo.sync.wire import (
+    BUCKET_ELEMENTS,
+    Piece,
+    all_reduce_moves,
+    broadcast_moves,
+    buckets,
+    sent_bytes,
+    travels_alone,
+    wire_bytes,
+    wire_dtype,
+)
+
+Tagged = Sequence[tuple[str, Tensor]]
+
+
+class WorkerError(RuntimeError):
+    """Another worker failed or left while this one waited for it."""
+
+
+class Comm(ABC):
+    """What a worker can do with the others: average, send from one to all, compare notes. Counts bytes and seconds per tag.
+
+    Every worker makes the same calls in the same order.
+
+    Attributes:
+        rank: number of this worker, 0 … size − 1.
+        size: number of workers M.
+        moved: per tag, what collectives moved; `bytes_sent` turns it into bytes.
+        seconds: per tag, seconds spent (waiting included, except where workers share one process and take turns).
+    """
+
+    rank: int
+    size: int
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Worker `rank` of `size`, nothing sent yet."""
+        self.rank, self.size = rank, size
+        self.moved: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def bytes_sent(self, tag: str | None = None) -> int:
+        """Bytes each worker sent so far, on average, under one tag or (None) in all; see `wire.sent_bytes`."""
+        if tag is None:
+            return sum(sent_bytes(moved, self.size) for moved in self.moved.values())
+        return sent_bytes(self.moved[tag], self.size)
+
+    def mean_(self, tagged: Tagged) -> None:
+        """Replace every tensor by its mean over the workers: the same bits on all of them.
+
+        Args:
+            tagged: (tag, tensor) pairs, floating-point, of equal shapes and order on every worker. The mean is formed in float32
+                (float64 for float64). Small tensors travel together.
+        """
+        tagged = [(tag, t) for tag, t in tagged if t.numel()]
+        for tag, t in tagged:
+            self.moved[tag] += all_reduce_moves(wire_bytes(t.numel(), t.dtype))
+        if self.size == 1:
+            return
+        with self.transfer():
+            for _, t in tagged:
+                if travels_alone(t):
+                    self.sum_(t)
+                    t.div_(self.size)
+            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for _, t in tagged:
+                if not travels_alone(t):
+                    together.setdefault((wire_dtype(t.dtype), t.device), []).append(t)
+            for (dtype, device), tensors in together.items():
+                self._mean_together_(tensors, dtype, device)
+
+    def _mean_together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [t.numel() for t in tensors]
+        flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        buffer = torch.empty(min(sum(sizes), BUCKET_ELEMENTS), dtype=dtype, device=device)
+        for bucket in buckets(sizes):
+            used = buffer[: sum(piece.length for piece in bucket)]
+            for part, place in _places(bucket, flat, used):
+                place.copy_(part)
+            self.sum_(used)
+            used.div_(self.size)
+            for part, place in _places(bucket, flat, used):
+                part.copy_(place)
+        for t, f in zip(tensors, flat, strict=True):
+            if t is not f:
+                t.copy_(f)
+
+    def send_(self, tensors: Sequence[Tensor], *, source: int, tag: str) -> None:
+        """Overwrite tensors by those of worker `source`, in one message per dtype and device."""
+        tensors = [t for t in tensors if t.numel()]
+        self.moved[tag] += sum(broadcast_moves(t.numel() * t.element_size()) for t in tensors)
+        if self.size == 1:
+            return
+        with self.transfer():
+            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for t in tensors:
+                together.setdefault((t.dtype, t.device), []).append(t)
+            for group in together.values():
+                flat = torch.cat([t.reshape(-1) for t in group])
+                self.broadcast_(flat, source=source)
+                for t, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                    t.copy_(part.view_as(t))
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Times what is spent in collectives."""
+        return self.timed("communication")
+
+    @contextmanager
+    def timed(self, tag: str) -> Iterator[None]:
+        """Add the seconds of a block of code to `seconds[tag]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[tag] += time.perf_counter() - start
+
+    @abstractmethod
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the workers."""
+
+    @abstractmethod
+    def broadcast_(self, tensor: Tensor, *, source: int) -> None:
+        """Overwrite a contiguous tensor by that of worker `source`."""
+
+    @abstractmethod
+    def gather(self, note: Any) -> list[Any]:
+        """Small objects (settings, numbers) of all workers, in order of rank. Not counted as traffic."""
+
+
+def _places(bucket: list[Piece], flat: list[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece of a bucket, and its place in the buffer."""
+    offset = 0
+    for piece in bucket:
+        yield flat[piece.index].view(-1)[piece.start : piece.start + piece.length], buffer[offset : offset + piece.length]
+        offset += piece.length
+
+
+class Solo(Comm):
+    """One worker alone: everything is already averaged, nothing is sent, nobody is waited for."""
+
+    def __init__(self) -> None:
+        """The only worker."""
+        super().__init__(0, 1)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """The sum over one worker."""
+
+    def broadcast_(self, tensor: Tensor, *, source: int) -> None:
+        """Already here."""
+
+    def gather(self, note: Any) -> list[Any]:
+        """Its own note."""
+        return [note]

@@ -1,0 +1,71 @@
+"""Workers that are processes: a torch.distributed group or one axis of a DeviceMesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lordo.sync.comm import Comm, Solo
+
+
+class Group(Comm):
+    """The processes of a group.
+
+    The group is looked up by name at each call and never held: gloo aborts at interpreter exit when an object still holds
+    a group (pytorch issue 190489).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """A group this process belongs to."""
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._name = group.group_name
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return dist.distributed_c10d._resolve_process_group(self._name)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum over the group; gloo and nccl give every process the same bits."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
+
+    def broadcast_(self, tensor: Tensor, *, source: int) -> None:
+        """From group member `source` to all."""
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def gather(self, note: Any) -> list[Any]:
+        """Pickled small objects of all processes."""
+        notes: list[Any] = [None] * self.size
+        dist.all_gather_object(notes, note, group=self._group)
+        return notes
+
+
+def as_comm(workers: Any) -> Comm:
+    """Turn what a user passes as `workers` into a Comm.
+
+    Args:
+        workers: None (alone), a `torch.distributed` process group, a one-dimensional DeviceMesh, or a Comm.
+
+    Raises:
+        TypeError, ValueError: anything else; a mesh of several dimensions; a group this process is not part of.
+    """
+    if workers is None:
+        return Solo()
+    if isinstance(workers, Comm):
+        return workers
+    if isinstance(workers, DeviceMesh):
+        if workers.ndim != 1:
+            names = workers.mesh_dim_names
+            example = f"mesh[{names[0]!r}]" if names else "a mesh with mesh_dim_names, indexed by the name of the worker axis"
+            raise ValueError(f"workers must be a one-dimensional mesh; got {workers.ndim} dimensions: pass {example}")
+        return Group(workers.get_group())
+    if workers is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not part of the group passed as workers: build the optimizer on its members only")
+    if isinstance(workers, dist.ProcessGroup):
+        return Group(workers)
+    raise TypeError(
+        "workers must be None, a torch.distributed process group (dist.group.WORLD), a one-dimensional DeviceMesh or what "
+        f"lordo.simulate hands out; got {type(workers).__name__}"
+    )

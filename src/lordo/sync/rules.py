@@ -1,0 +1,228 @@
+"""What is done around a local step, rule by rule. A method is a list of these.
+
+A rule sees an optimizer as `Synchronised` describes it: named parameters, their state, their settings, and `set_basis`. All rules
+run on every worker in the same order; which collectives they call depends on the step and the settings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lordo.lowrank import canonical, leading_subspace, overlap
+from lordo.sync.comm import Comm
+from lordo.sync.schedule import is_due
+from lordo.sync.wire import wire_dtype
+
+Member = tuple[str, Tensor, dict[str, Any]]  # name, parameter, settings of its group
+
+
+@dataclass
+class SyncReport:
+    """What the last step's synchronisation did.
+
+    Attributes:
+        step: t, the step after which it ran; 0 if there was none yet.
+        averaged: what was averaged.
+        overlap: mean overlap of the old and the new bases; None without a refresh.
+        kept_bases: names of the weights that kept their basis because the pseudo-gradient was zero or not finite.
+    """
+
+    step: int
+    averaged: tuple[str, ...] = ()
+    overlap: float | None = None
+    kept_bases: tuple[str, ...] = ()
+
+
+class Synchronised(Protocol):
+    """What a rule sees of an optimizer."""
+
+    state: Any
+    report: SyncReport
+
+    def named_members(self) -> list[Member]:
+        """Trainable parameters, sorted by name."""
+
+    def set_basis(self, p: Tensor, basis: Tensor) -> None:
+        """Install a basis, carrying the moments over."""
+
+
+class Rule(Protocol):
+    """Something that happens before or after the local step number t = 1, 2, …"""
+
+    def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
+        """Do it if it is due at this step."""
+
+    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+        """What this rule needs to keep for a parameter."""
+
+
+class Stateless:
+    """A rule that keeps nothing."""
+
+    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+class AverageGradients(Stateless):
+    """Average the gradients of all workers before every step, as DistributedDataParallel does."""
+
+    def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
+        """Write the mean into every `p.grad`; a worker without a gradient for a parameter contributes zero."""
+        if comm.size == 1:
+            return
+        for _, p, _ in optimizer.named_members():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        comm.mean_([("gradients", p.grad) for _, p, _ in optimizer.named_members() if p.grad is not None])
+
+
+class FirstBasis(Stateless):
+    """Before the first step: the basis of every low-rank weight from the mean over workers of the first gradient."""
+
+    def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
+        """Run for the parameters of groups that have not started (the caller sets `started`), one matrix in memory at a time."""
+        members = [m for m in optimizer.named_members() if "basis" in optimizer.state[m[1]] and not m[2]["started"]]
+        refresh = Refresh(optimizer, comm, members, step)
+        for i, (_, p, _) in enumerate(members):
+            gradient = _usable_gradient(p)
+            comm.mean_([("first gradient", gradient)])
+            refresh.compute(i, gradient, fresh=optimizer.state[p]["basis"].shape[1])
+        refresh.install()
+
+
+class Average:
+    """Average parameters, moments or error over the workers, each when its own period says so, in one go."""
+
+    def __init__(self, *what: str) -> None:
+        """Any of "parameters", "exp_avg", "exp_avg_sq", "error"."""
+        self.what = what
+
+    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
+        """Average what is due after step t."""
+        due: list[tuple[str, Tensor]] = []
+        for _, p, settings in optimizer.named_members():
+            for what in self.what:
+                tensor = p.detach() if what == "parameters" else optimizer.state[p].get(what)
+                if tensor is not None and is_due(settings, what, step):
+                    due.append((what, tensor))
+        comm.mean_(due)
+        if due:
+            optimizer.report = SyncReport(step, tuple(what for what in self.what if any(what == tag for tag, _ in due)))
+
+
+class PseudoGradient:
+    """After the parameters were averaged: Δ = W − anchor, and what follows from it.
+
+    The Nesterov outer step (DiLoCo, arXiv 2311.08105) moves W on from the anchor, the refresh takes the leading subspace of Δ as the
+    new basis of every low-rank weight. Δ is formed in the anchor's own memory; at the end the anchor is W again.
+    """
+
+    def __init__(self, *, refresh: bool, outer: bool) -> None:
+        """`refresh`: take new bases from Δ. `outer`: take a Nesterov step along Δ."""
+        self.refresh, self.outer = refresh, outer
+
+    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+        """The anchor, where Δ is needed, in float32 or better; the outer momentum."""
+        if not self.outer and not lowrank:
+            return {}
+        anchor = p.detach().to(wire_dtype(p.dtype), copy=True)
+        return {"anchor": anchor, "outer_momentum": torch.zeros_like(anchor)} if self.outer else {"anchor": anchor}
+
+    def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
+        """Run for the parameters that were averaged after step t."""
+        members = [
+            (name, p, settings)
+            for name, p, settings in optimizer.named_members()
+            if "anchor" in optimizer.state[p] and is_due(settings, "parameters", step)
+        ]
+        for _, p, settings in members:
+            state = optimizer.state[p]
+            torch.sub(p, state["anchor"], out=state["anchor"])
+            if self.outer:
+                nesterov_(p, state["anchor"], state["outer_momentum"], settings)
+        if self.refresh:
+            self._refresh(optimizer, comm, [m for m in members if "basis" in optimizer.state[m[1]]], step)
+        for _, p, _ in members:
+            optimizer.state[p]["anchor"].copy_(p)
+
+    def _refresh(self, optimizer: Synchronised, comm: Comm, members: list[Member], step: int) -> None:
+        refresh = Refresh(optimizer, comm, members, step)
+        for i, (_, p, _) in enumerate(members):
+            refresh.compute(i, optimizer.state[p]["anchor"])
+        if members:
+            optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
+
+
+def nesterov_(weight: Tensor, delta: Tensor, momentum: Tensor, settings: dict[str, Any]) -> None:
+    """W = anchor + η (Δ + μ b), b = μ b + Δ, where W holds anchor + Δ: all of the weight's shape, in place."""
+    rate, mu = settings["outer_lr"], settings["outer_momentum"]
+    momentum.mul_(mu).add_(delta)
+    weight.add_(delta, alpha=rate - 1).add_(momentum, alpha=rate * mu)
+
+
+class Refresh:
+    """New bases for some low-rank weights: each computed by one worker, sent to all, installed by all.
+
+    A decomposition that every worker repeats differs in signs and last bits between machines and thread counts; moments averaged
+    later would then live in different bases. Hence one owner for each matrix, the work spread evenly.
+    """
+
+    def __init__(self, optimizer: Synchronised, comm: Comm, members: Sequence[Member], step: int) -> None:
+        """The weights, in the same order on every worker, and the step t after which this happens."""
+        self.optimizer, self.comm, self.members, self.step = optimizer, comm, members, step
+        self.old = [optimizer.state[p]["basis"] for _, p, _ in members]
+        self.new = [torch.empty_like(basis) for basis in self.old]
+        self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
+
+    def compute(self, i: int, matrix: Tensor, **options: Any) -> None:
+        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, equal on all workers."""
+        name, _, settings = self.members[i]
+        if self.owners[i] != self.comm.rank:
+            return
+        with self.comm.timed("basis refresh"):
+            seed = (0, name, self.step)
+            new = leading_subspace(canonical(matrix), self.old[i], method=settings["basis"], seed=seed, **options)
+            self.new[i].copy_(new)
+
+    def install(self) -> tuple[float, tuple[str, ...]]:
+        """Send, rotate and install; returns the mean overlap with the old bases and the names of the bases that stayed."""
+        for worker in range(self.comm.size):
+            mine = [basis for basis, owner in zip(self.new, self.owners, strict=True) if owner == worker]
+            if mine:
+                self.comm.send_(mine, source=worker, tag="basis")
+        with self.comm.timed("basis refresh"):
+            overlaps, kept = [], []
+            for (name, p, _), new, old in zip(self.members, self.new, self.old, strict=True):
+                overlaps.append(overlap(new, old))
+                kept += [name] if torch.equal(new, old) else []
+                self.optimizer.set_basis(p, new)
+        return sum(overlaps) / max(len(overlaps), 1), tuple(kept)
+
+
+def spread(costs: Sequence[float], num_workers: int) -> list[int]:
+    """An owner for each task so that the workers' sums of costs come out about even: the dearest first, to whoever has least."""
+    loads = [0.0] * num_workers
+    owners = [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner = loads.index(min(loads))
+        owners[task] = owner
+        loads[owner] += costs[task]
+    return owners
+
+
+def _usable_gradient(p: Tensor) -> Tensor:
+    """A copy of the gradient in the type of the average; zero where it is missing or not finite."""
+    if p.grad is None:
+        return torch.zeros_like(p, dtype=wire_dtype(p.dtype))
+    gradient = p.grad.to(wire_dtype(p.dtype), copy=True)
+    return gradient if bool(gradient.isfinite().all()) else gradient.zero_()

@@ -1,0 +1,212 @@
+"""Workers that are threads of one process, taking turns.
+
+One worker computes at a time, with all of torch's threads; the turn passes on when a worker has to wait for the others. That
+costs nothing (the cores are busy either way) and makes a simulation repeat to the bit, random numbers included: each worker has its
+own state of torch's global generator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lordo.sync.comm import Comm, WorkerError
+
+Result = TypeVar("Result")
+
+
+class _Stopped(SystemExit):
+    """Unwinds a worker's thread after another one failed; never seen by the caller (threads end silently on SystemExit)."""
+
+
+class _Room:
+    """Where the workers of one simulation meet. One condition variable guards everything in it."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.size = num_workers
+        self.changed = threading.Condition()
+        self.turn = 0
+        self.posted: dict[int, tuple[str, Any]] = {}
+        self.left: set[int] = set()
+        self.meetings = 0
+        self.outcome: Any = None
+        self.failure: BaseException | None = None
+        self.seconds: Counter[str] = Counter()
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def wait_for_turn(self, rank: int) -> None:
+        """Block until it is this worker's turn (the lock is held)."""
+        self.changed.wait_for(lambda: self.turn == rank or self.failure is not None)
+        if self.failure is not None:
+            raise _Stopped
+
+    def pass_turn(self, rank: int) -> None:
+        """Let the next worker on who still has something to do (the lock is held)."""
+        others = [(rank + i) % self.size for i in range(1, self.size + 1)]
+        self.turn = next((w for w in others if w not in self.posted and w not in self.left), self.turn)
+        self.changed.notify_all()
+
+    def meet(self, rank: int, call: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Wait for all workers; the last one to come combines what they brought, and all get the outcome."""
+        with self.changed:
+            meeting = self.meetings
+            self.posted[rank] = (call, contribution)
+            self._check(rank)
+            if len(self.posted) == self.size:
+                start = time.perf_counter()
+                self.outcome = combine([self.posted[w][1] for w in range(self.size)])
+                self.seconds["communication"] += time.perf_counter() - start
+                self.posted.clear()
+                self.meetings += 1
+            saved = torch.get_rng_state()
+            self.pass_turn(rank)
+            self.changed.wait_for(lambda: self.failure is not None or (self.turn == rank and self.meetings > meeting))
+            if self.failure is not None:
+                raise _Stopped
+            torch.set_rng_state(saved)
+            return self.outcome
+
+    def _check(self, rank: int) -> None:
+        """Refuse a meeting that cannot succeed: another worker has ended, or makes another call."""
+        call = self.posted[rank][0]
+        if self.left:
+            raise WorkerError(f"worker {rank} waits in {call}, but worker {min(self.left)} has already ended")
+        for other, (other_call, _) in self.posted.items():
+            if other_call != call:
+                raise WorkerError(f"workers do not agree on what comes next: worker {rank} calls {call}, worker {other} {other_call}")
+
+
+class _Thread(Comm):
+    """One worker of a simulation. Its `seconds` are shared by all, since they share the process's time."""
+
+    def __init__(self, rank: int, room: _Room) -> None:
+        super().__init__(rank, room.size)
+        self._room = room
+        self.seconds = room.seconds
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Nothing to time: communication is counted where the workers meet, without the waiting for a turn."""
+        return nullcontext()
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum in order of rank, so that the result repeats to the bit."""
+
+        def combine(tensors: list[Tensor]) -> None:
+            total = tensors[0]
+            for t in tensors[1:]:
+                total.add_(t)
+            for t in tensors[1:]:
+                t.copy_(total)
+
+        self._room.meet(self.rank, f"sum of {_kind(tensor)}", tensor, combine)
+
+    def broadcast_(self, tensor: Tensor, *, source: int) -> None:
+        """Copy from the source."""
+
+        def combine(tensors: list[Tensor]) -> None:
+            for t in tensors:
+                if t is not tensors[source]:
+                    t.copy_(tensors[source])
+
+        self._room.meet(self.rank, f"broadcast of {_kind(tensor)} from {source}", tensor, combine)
+
+    def gather(self, note: Any) -> list[Any]:
+        """Notes in order of rank."""
+        return list(self._room.meet(self.rank, "gather", note, list))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.numel()} numbers of {tensor.dtype}"
+
+
+def simulate(fn: Callable[[Comm], Result], num_workers: int = 4) -> list[Result]:
+    """Run `fn(workers)` once for each of several workers, in threads of this process.
+
+    The workers take turns, in order of rank, switching where one waits for the others; a simulation repeats to the bit. Each worker
+    starts from the caller's state of torch's global generator and has its own from then on; the caller's is left as it was.
+
+    Args:
+        fn: what a worker does; its argument goes to `LoRDO(..., workers=workers)`.
+        num_workers: M.
+
+    Returns:
+        What each worker returned, in order of rank.
+
+    Raises:
+        ValueError: num_workers below 1.
+        Exception: the first error of any worker; the others are stopped.
+        KeyboardInterrupt: after all workers are stopped.
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers must be a whole number of at least 1; got {num_workers!r}")
+    room = _Room(num_workers)
+    results: dict[int, Result] = {}
+    start = torch.get_rng_state()
+    threads = [
+        threading.Thread(target=_work, args=(fn, rank, room, results, start), name=f"worker {rank}", daemon=True)
+        for rank in range(num_workers)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and room.failure is None:
+            _join_any(threads)
+    except BaseException as error:
+        room.fail(error)
+    try:
+        _stop(threads, room)
+    finally:
+        torch.set_rng_state(start)
+    if room.failure is not None:
+        raise room.failure
+    return [results[rank] for rank in range(num_workers)]
+
+
+def _work(
+    fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[int, Result], rng_state: Tensor
+) -> None:
+    """The life of one worker's thread."""
+    try:
+        with room.changed:
+            room.wait_for_turn(rank)
+            torch.set_rng_state(rng_state)
+        results[rank] = fn(_Thread(rank, room))
+        with room.changed:
+            room.left.add(rank)
+            if room.posted:
+                waiting = min(room.posted)
+                raise WorkerError(f"worker {waiting} waits in {room.posted[waiting][0]}, but worker {rank} has already ended")
+            room.pass_turn(rank)
+    except _Stopped:
+        pass
+    except BaseException as error:
+        room.fail(error)
+
+
+def _join_any(threads: list[threading.Thread]) -> None:
+    """Wait a moment for threads to end; short, so that Ctrl+C is heard at once."""
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(timeout=0.05)
+            return
+
+
+def _stop(threads: list[threading.Thread], room: _Room) -> None:
+    """After a failure, interrupt the worker that is computing (the others wake by themselves); then wait for all of them."""
+    if room.failure is not None and (ident := threads[room.turn].ident) is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stopped))
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
