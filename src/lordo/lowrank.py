@@ -94,7 +94,8 @@ def leading_subspace(
 
 def svd_basis(matrix: Tensor, rank: int) -> Tensor:
     """Exact r leading left singular vectors: (m, n) -> (m, r)."""
-    return torch.linalg.svd(matrix, full_matrices=False)[0][:, :rank].contiguous()
+    left: Tensor = torch.linalg.svd(matrix, full_matrices=False)[0]
+    return left[:, :rank].contiguous()
 
 
 def subspace_basis(
@@ -122,7 +123,7 @@ def subspace_basis(
     for _ in range(iterations):
         block = _orthonormal(matrix @ ((matrix.mT @ block) / peak) / peak)
     small = (block.mT @ matrix) / peak
-    _, directions = torch.linalg.eigh(small @ small.mT)  # ascending
+    directions: Tensor = torch.linalg.eigh(small @ small.mT)[1]  # ascending
     return block @ directions[:, -rank:].flip(-1)
 
 
@@ -145,7 +146,8 @@ def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: f
 
 
 def _orthonormal(block: Tensor) -> Tensor:
-    return torch.linalg.qr(block)[0]
+    orthonormal: Tensor = torch.linalg.qr(block)[0]
+    return orthonormal
 
 
 def _fresh_columns(basis: Tensor, num: int, seed: tuple[int, str, int]) -> Tensor:

@@ -204,7 +204,7 @@ class DistributedOptimizer(LowRankAdam):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Local step, and whatever is due after it. Returns what the closure returns."""
         loss = evaluate(closure)
         number = self.steps_taken + 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 FullrankSignal = Literal["gradient", "gradient+error"]

@@ -70,5 +70,5 @@ def _pieces(part: Part) -> Iterator[Part]:
     if weight.numel() <= CHUNK_ELEMENTS or not all(t.is_contiguous() for t in tensors):
         yield part
         return
-    for w, g, u, v in zip(*(t.view(-1).split(CHUNK_ELEMENTS) for t in tensors), strict=True):
+    for w, g, u, v in zip(*(torch.split(t.view(-1), CHUNK_ELEMENTS) for t in tensors), strict=True):
         yield w, g, {"step": state["step"], "exp_avg": u, "exp_avg_sq": v}

@@ -128,7 +128,7 @@ class LowRankAdam(torch.optim.Optimizer):
         return int(self.param_groups[0]["skipped_steps"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step; returns what the closure returns."""
         loss = evaluate(closure)
         self.local_step()

@@ -52,7 +52,12 @@ def _lost_momentum(new: Tensor, state: dict[str, Tensor], beta1: float) -> Tenso
 def _install(new: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
     if options["rotate_moments"]:
         u, v = rotate_moments(
-            state["exp_avg"], state["exp_avg_sq"], state["basis"], new, betas=options["betas"], step=float(state["step"])
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["basis"],
+            new,
+            betas=options["betas"],
+            step=float(state["step"]),
         )
         state["exp_avg"].copy_(u)
         state["exp_avg_sq"].copy_(v)

@@ -68,7 +68,9 @@ def param_groups(model: nn.Module, *, rank: int | None) -> ParamGroups:
     """
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be at least 1, or None for full-rank only; got {rank}")
-    routes, lowrank, fullrank = [], [], []
+    routes: list[Route] = []
+    lowrank: list[tuple[str, Tensor]] = []
+    fullrank: list[tuple[str, Tensor]] = []
     for name, parameter, reason in _reasons(model, rank):
         route = Route(name, tuple(parameter.shape), rank if reason == "matrix" else None, reason)
         routes.append(route)
@@ -108,7 +110,8 @@ def _vocabulary_weights(model: nn.Module) -> dict[Tensor, str]:
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     reasons = {m.weight: "full-rank: embedding" for m in embeddings if m.weight.requires_grad}
     vocabularies = {m.num_embeddings for m in embeddings}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     for module in model.modules():
         if not isinstance(module, nn.Linear) or not module.weight.requires_grad:
             continue

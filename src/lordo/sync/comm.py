@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -50,7 +50,7 @@ class Comm(ABC):
         """Worker `rank` of `size`, nothing sent yet."""
         self.rank, self.size = rank, size
         self.moved: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def bytes_sent(self, tag: str | None = None) -> int:
         """Bytes each worker sent so far, on average, under one tag or (None) in all; see `wire.sent_bytes`."""
@@ -111,7 +111,7 @@ class Comm(ABC):
             for group in together.values():
                 flat = torch.cat([t.reshape(-1) for t in group])
                 self.broadcast_(flat, source=source)
-                for t, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                for t, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
                     t.copy_(part.view_as(t))
 
     def transfer(self) -> AbstractContextManager[None]:
@@ -144,7 +144,10 @@ def _places(bucket: list[Piece], flat: list[Tensor], buffer: Tensor) -> Iterator
     """Each piece of a bucket, and its place in the buffer."""
     offset = 0
     for piece in bucket:
-        yield flat[piece.index].view(-1)[piece.start : piece.start + piece.length], buffer[offset : offset + piece.length]
+        yield (
+            flat[piece.index].view(-1)[piece.start : piece.start + piece.length],
+            buffer[offset : offset + piece.length],
+        )
         offset += piece.length
 
 

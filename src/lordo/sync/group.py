@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from lordo.sync.comm import Comm, Solo
 
@@ -25,7 +26,7 @@ class Group(Comm):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return dist.distributed_c10d._resolve_process_group(self._name)
+        return _resolve_process_group(self._name)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over the group; gloo and nccl give every process the same bits."""

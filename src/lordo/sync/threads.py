@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ class _Room:
         self.meetings = 0
         self.outcome: Any = None
         self.failure: BaseException | None = None
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
@@ -174,9 +174,7 @@ def simulate(fn: Callable[[Comm], Result], num_workers: int = 4) -> list[Result]
     return [results[rank] for rank in range(num_workers)]
 
 
-def _work(
-    fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[int, Result], rng_state: Tensor
-) -> None:
+def _work(fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[int, Result], rng_state: Tensor) -> None:
     """The life of one worker's thread."""
     try:
         with room.changed:
