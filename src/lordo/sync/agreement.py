@@ -43,19 +43,22 @@ def _fingerprint(p: Tensor) -> int:
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], worker: int) -> str | None:
+    """The first thing in which a worker differs from worker 0, as a sentence."""
+    same_model, alike = "build the same model on every worker", "give every worker the same settings"
     for name in sorted(first["layout"].keys() ^ other["layout"].keys()):
         has, lacks = (0, worker) if name in first["layout"] else (worker, 0)
-        return f"worker {has} has a parameter '{name}' that worker {lacks} lacks: build the same model on every worker"
+        return f"worker {has} has a parameter '{name}' that worker {lacks} lacks: {same_model}"
     for name, (shape, dtype) in first["layout"].items():
         if (shape, dtype) != other["layout"][name]:
             theirs = "{} of {}".format(*other["layout"][name])
-            return f"parameter '{name}' is {shape} of {dtype} on worker 0 but {theirs} on worker {worker}: build the same model on every worker"
+            return f"parameter '{name}' is {shape} of {dtype} on worker 0 but {theirs} on worker {worker}: {same_model}"
     if len(first["settings"]) != len(other["settings"]):
-        return f"worker 0 has {len(first['settings'])} parameter groups, worker {worker} has {len(other['settings'])}: group alike on every worker"
+        numbers = f"{len(first['settings'])} and {len(other['settings'])}"
+        return f"workers 0 and {worker} have {numbers} parameter groups: group the parameters alike on every worker"
     for ours, theirs in zip(first["settings"], other["settings"], strict=True):
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                return f"{key} is {ours.get(key)!r} on worker 0 but {theirs.get(key)!r} on worker {worker}: give every worker the same settings"
+                return f"{key} is {ours.get(key)!r} on worker 0 but {theirs.get(key)!r} on worker {worker}: {alike}"
     for name, fingerprint in first["weights"].items():
         if fingerprint != other["weights"][name]:
             return (
