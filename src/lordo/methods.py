@@ -54,6 +54,7 @@ class Method:
         basis_from: "sync" (leading subspace of Δ), "gradient", "momentum"; None where no weight is low-rank.
         settings: what a user may set; anything else is refused.
         defaults: where this row differs from the general defaults; a user's settings go before them.
+        moment_periods: periods of the two moments as multiples of K, where they are not K.
         fixed: what makes the row what it is.
     """
 
@@ -62,6 +63,7 @@ class Method:
     averages_gradients: bool = False
     averages: tuple[str, ...] = ()
     basis_from: Literal["sync", "gradient", "momentum"] | None = None
+    moment_periods: tuple[int, int] | None = None
     settings: tuple[str, ...] = _ADAM
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +78,11 @@ class Method:
             if name not in self.settings:
                 raise ValueError(f"method '{self.name}': {unknown('setting', name, self.settings)}")
         basis_from = {"basis_from": self.basis_from} if self.basis_from else {"rank": None}
-        return {**LOCAL_DEFAULTS, **SYNC_DEFAULTS, **self.defaults, **given, **basis_from, **self.fixed}
+        settings = {**LOCAL_DEFAULTS, **SYNC_DEFAULTS, **self.defaults, **given, **basis_from, **self.fixed}
+        for name, multiple in zip(_MOMENT_PERIODS, self.moment_periods or (), strict=False):
+            if settings[name] is None:
+                settings[name] = multiple * settings["sync_every"]
+        return settings
 
     def rules(self, settings: Mapping[str, Any]) -> tuple[list[Rule], list[Rule]]:
         """What is done before and after each local step."""
@@ -96,31 +102,97 @@ class Method:
 
 _LORDO_SETTINGS = (*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_FULLRANK_TERM, *_MOMENT_PERIODS)
 _EVERYTHING = ("parameters", "exp_avg", "exp_avg_sq")
+_LDADAM = {"betas": (0.908, 0.99), "basis_interpolation": 0.908}
 
-METHODS: dict[str, Method] = {
-    row.name: row
-    for row in (
-        Method(
-            "lordo",
-            "low-rank Adam, rare averaging, one basis for all from the averaged pseudo-gradient, full-rank term",
-            averages=_EVERYTHING,
-            basis_from="sync",
-            settings=_LORDO_SETTINGS,
-            defaults={"omega": None, "error_feedback": True},
-        ),
-        Method(
-            "ddp-adamw",
-            "AdamW, gradients averaged at every step",
-            averages_gradients=True,
-        ),
-        Method(
-            "local-adamw",
-            "AdamW, parameters and moments averaged every K steps",
-            averages=_EVERYTHING,
-            settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
-        ),
-    )
-}
+_ROWS = (
+    Method(
+        "lordo",
+        "low-rank Adam, rare averaging, one basis for all from the averaged pseudo-gradient, full-rank term",
+        averages=_EVERYTHING,
+        basis_from="sync",
+        settings=_LORDO_SETTINGS,
+        defaults={"omega": None, "error_feedback": True},
+    ),
+    Method(
+        "lordo-paper",
+        "lordo with the update as printed and the hyper-parameters reported in the paper",
+        averages=_EVERYTHING,
+        basis_from="sync",
+        settings=_LORDO_SETTINGS,
+        defaults={
+            "betas": (0.999, 0.999),
+            "omega": 0.95,
+            "error_feedback": True,
+            "fullrank_signal": "gradient",
+            "fullrank_denominator": "mean",
+        },
+    ),
+    Method(
+        "lordo-local",
+        "each worker its own basis from its own gradient, full-rank term inside it; only parameters averaged",
+        averages=("parameters",),
+        basis_from="gradient",
+        settings=(*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, "omega", "error_feedback", "sync_error_every"),
+        defaults={"omega": None, "error_feedback": True},
+        fixed={"fullrank_signal": "projected"},
+    ),
+    Method(
+        "lordo-global-no-fullrank",
+        "lordo without the full-rank term: the basis cannot leave its first subspace",
+        averages=_EVERYTHING,
+        basis_from="sync",
+        settings=(*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        fixed={"omega": 1.0, "error_feedback": False},
+    ),
+    Method("ddp-adamw", "AdamW, gradients averaged at every step", averages_gradients=True),
+    Method(
+        "ddp-lowrank",
+        "LDAdam, gradients averaged at every step: a new basis at each step, generalised error feedback",
+        averages_gradients=True,
+        basis_from="momentum",
+        settings=(*_ADAM, "rank", "basis_interpolation", "error_feedback"),
+        defaults={**_LDADAM, "error_feedback": True},
+    ),
+    Method(
+        "ldadam",
+        "ddp-lowrank under its own name, as it is known on one worker",
+        averages_gradients=True,
+        basis_from="momentum",
+        settings=(*_ADAM, "rank", "basis_interpolation", "error_feedback"),
+        defaults={**_LDADAM, "error_feedback": True},
+    ),
+    Method(
+        "galore",
+        "GaLore, gradients averaged at every step: basis by SVD of the gradient every 200 steps, moments kept",
+        averages_gradients=True,
+        basis_from="gradient",
+        settings=(*_ADAM, *_LOWRANK, "basis_every", "scale"),
+        defaults={"betas": (0.9, 0.999), "eps": 1e-6, "basis": "svd", "basis_every": 200, "scale": 0.25},
+        fixed={"basis_offset": 1, "rotate_moments": False},
+    ),
+    Method(
+        "local-adamw",
+        "AdamW, parameters and moments averaged every K steps",
+        averages=_EVERYTHING,
+        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+    ),
+    Method(
+        "desloc",
+        "DES-LOC: AdamW, parameters averaged every K, first moment every 3 K, second every 6 K steps",
+        averages=_EVERYTHING,
+        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        moment_periods=(3, 6),
+    ),
+    Method(
+        "diloco",
+        "DiLoCo: AdamW inside, Nesterov on the averaged pseudo-gradient every K steps",
+        averages=("parameters",),
+        settings=(*_ADAM, *_LOCAL_UPDATE),
+        defaults={"outer": "nesterov"},
+    ),
+)
+
+METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
 
 
 def find(name: str) -> Method:
@@ -166,6 +238,7 @@ class DistributedOptimizer(LowRankAdam):
         self._num_workers = comm.size
         self._agreed = False
         self._gradients_averaged = False
+        self._averaged_at = 0  # the step after which the weights were last averaged outside the schedule
 
     # -- parameters and their state ------------------------------------------------------------------------------------
 
@@ -197,9 +270,10 @@ class DistributedOptimizer(LowRankAdam):
         return state
 
     def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Settings of a group with ω filled in."""
-        omega = default_omega(group["sync_every"]) if group["omega"] is None else group["omega"]
-        return {**group, "omega": omega}
+        """Settings of a group with those filled in that follow from K."""
+        every = group["sync_every"]
+        omega = default_omega(every) if group["omega"] is None else group["omega"]
+        return {**group, "omega": omega, "basis_every": group["basis_every"] or every}
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +282,7 @@ class DistributedOptimizer(LowRankAdam):
         """Local step, and whatever is due after it. Returns what the closure returns."""
         loss = evaluate(closure)
         number = self.steps_taken + 1
-        self._start()
+        self.start()
         for rule in self.before:
             if not (self._gradients_averaged and isinstance(rule, AverageGradients)):
                 rule(self, self.workers, number)
@@ -226,7 +300,7 @@ class DistributedOptimizer(LowRankAdam):
 
         `step` does it if it was not called.
         """
-        self._start()
+        self.start()
         for rule in self.before:
             if isinstance(rule, AverageGradients):
                 rule(self, self.workers, self.steps_taken + 1)
@@ -238,17 +312,29 @@ class DistributedOptimizer(LowRankAdam):
 
         Nothing is sent if they were averaged at this very step. Training may go on afterwards.
         """
-        if not self.method.averages_gradients:
-            stale = [p for _, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
-            self.workers.mean_([("parameters", p.detach()) for p in stale])
+        self.workers.mean_([("parameters", p.detach()) for p in self.unaveraged_parameters()])
+        self._averaged_at = self.steps_taken
+
+    def unaveraged_parameters(self) -> list[Tensor]:
+        """Parameters that may differ between workers at this step, sorted by name."""
+        if self.method.averages_gradients or self.workers.size == 1 or self._averaged_at == self.steps_taken:
+            return []
+        return [p for _, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
 
     @property
     def steps_to_next_sync(self) -> int:
         """Steps until parameters are averaged again, 1 to K."""
         return 1 if self.method.averages_gradients else steps_to_next(self.param_groups[0], self.steps_taken)
 
-    def _start(self) -> None:
-        """Once before the first step (and after loading or adding parameters): compare notes, lay the anchors down."""
+    @torch.no_grad()
+    def start(self) -> None:
+        """Compare notes with the other workers, and lay the anchors down; `step` does it if it was not called.
+
+        Happens once before the first step, and again after loading a state or adding parameters.
+
+        Raises:
+            ValueError: workers differ in parameter names, shapes, dtypes, settings or initial weights.
+        """
         if self.workers.size != self._num_workers:
             raise RuntimeError(
                 f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "

@@ -21,9 +21,9 @@ LOCAL_DEFAULTS: dict[str, Any] = {
     "fullrank_denominator": "channel",
     "basis": "auto",
     # Where the basis comes from: "sync" (set from outside), "gradient" (this worker's own gradient, every `basis_every`
-    # steps), "momentum" (LDAdam: every step, one power iteration on momentum and gradient).
+    # steps; None follows the synchronisation), "momentum" (LDAdam: every step, one power iteration on momentum and gradient).
     "basis_from": "sync",
-    "basis_every": 1,
+    "basis_every": None,
     "basis_offset": 0,
     "basis_interpolation": 0.908,
     "rotate_moments": True,
@@ -50,7 +50,10 @@ def check_options(group: dict[str, Any]) -> None:
     rank = group["rank"]
     if rank is not None:
         check_whole("rank", rank, hint=", or None for full-rank")
-    check_whole("basis_every", group["basis_every"])
+    if group["basis_every"] is not None:
+        check_whole("basis_every", group["basis_every"])
+    check_range("scale", group["scale"], 0, math.inf)
+    check_range("basis_interpolation", group["basis_interpolation"], 0, 1)
     for i, beta in enumerate(group["betas"]):
         check_range(f"betas[{i}]", beta, 0, 1, high_included=False)
     if group["omega"] is not None:

@@ -66,10 +66,10 @@ class Comm(ABC):
                 (float64 for float64). Small tensors travel together.
         """
         tagged = [(tag, t) for tag, t in tagged if t.numel()]
-        for tag, t in tagged:
-            self.moved[tag] += all_reduce_moves(wire_bytes(t.numel(), t.dtype))
         if self.size == 1:
             return
+        for tag, t in tagged:
+            self.moved[tag] += all_reduce_moves(wire_bytes(t.numel(), t.dtype))
         with self.transfer():
             for _, t in tagged:
                 if travels_alone(t):
@@ -101,9 +101,9 @@ class Comm(ABC):
     def send_(self, tensors: Sequence[Tensor], *, source: int, tag: str) -> None:
         """Overwrite tensors by those of worker `source`, in one message per dtype and device."""
         tensors = [t for t in tensors if t.numel()]
-        self.moved[tag] += sum(broadcast_moves(t.numel() * t.element_size()) for t in tensors)
         if self.size == 1:
             return
+        self.moved[tag] += sum(broadcast_moves(t.numel() * t.element_size()) for t in tensors)
         with self.transfer():
             together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for t in tensors:

@@ -1,0 +1,80 @@
+"""The command line: `lordo train recipe.toml`, and every setting of the recipe as an option."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from lordo.suggest import unknown
+
+USAGE = """usage: lordo COMMAND …
+
+  train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
+  train RECIPE --help                        every setting of a recipe, with its default and what it means
+  version                                    versions of lordo and of what it stands on
+
+lordo COMMAND --help tells more about a command. https://arxiv.org/abs/2602.04396 is the method's paper.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (the run failed), 2 (asked for something that cannot work), 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command not in COMMANDS:
+        return _refuse(unknown("command", command, COMMANDS))
+    try:
+        return COMMANDS[command](rest)
+    except KeyboardInterrupt:
+        print("\nlordo: interrupted; what was recorded so far is in the run's folder", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        return _refuse(f"{error.name} is not installed: pip install 'lordo[train]'")
+
+
+def _train(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        return _usage("lordo train RECIPE [--SECTION.SETTING VALUE …]", arguments)
+    from rich.console import Console
+
+    from lordo.config import ConfigError
+    from lordo.launch import UsageError, run
+    from lordo.options import load_with_options
+    from lordo.sync import WorkerError
+
+    try:
+        config = load_with_options(arguments[0], arguments[1:], command="lordo train")
+        run(config, Console(soft_wrap=False))
+    except (ConfigError, UsageError) as error:
+        return _refuse(str(error))
+    except (WorkerError, FloatingPointError) as error:
+        print(f"lordo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _version(arguments: list[str]) -> int:
+    from lordo.report import environment
+
+    for name, value in environment().items():
+        print(f"{name}: {value}")
+    return 0
+
+
+def _usage(usage: str, arguments: list[str]) -> int:
+    print(f"usage: {usage}")
+    return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+
+
+def _refuse(sentence: str) -> int:
+    """Say why on standard error; of torchrun's processes the first one speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"lordo: {sentence}", file=sys.stderr)
+    return 2
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "version": _version}

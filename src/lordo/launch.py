@@ -1,0 +1,144 @@
+"""Starting a run's workers: as threads of this process, or as the processes that torchrun started."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from lordo.config import RunConfig
+from lordo.loop import Outcome, Prepared, prepare, train
+from lordo.report import RunFolder, Summary, Terminal, print_prepared, print_summary, summarize
+from lordo.sync import Comm, as_comm, simulate
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class UsageError(ValueError):
+    """The run cannot start as asked for; the message is one sentence."""
+
+
+def run(config: RunConfig, console: Console) -> Summary | None:
+    """Train as the settings say, with the workers this process has or belongs to.
+
+    Returns:
+        The summary; None on the processes that are not worker 0.
+
+    Raises:
+        UsageError: what was asked for cannot work.
+    """
+    return _run_processes(config, console) if under_torchrun() else _run_threads(config, console)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or another launcher of that kind) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _run_threads(config: RunConfig, console: Console) -> Summary:
+    prepared, folder = _begin(config, console)
+    workers: list[Comm] = []
+
+    def work(comm: Comm) -> Outcome:
+        if comm.rank == 0:
+            workers.append(comm)
+        return train(prepared, comm, terminal if comm.rank == 0 else None)
+
+    with Terminal(console, folder, config) as terminal:
+        outcomes = simulate(work, config.workers)
+    return _end(prepared, outcomes[0], workers[0], folder, console)
+
+
+def _run_processes(config: RunConfig, console: Console) -> Summary | None:
+    world = int(os.environ["WORLD_SIZE"])
+    if world != config.workers:
+        raise UsageError(
+            f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}: "
+            f"start as many as there are workers, or add --workers {world}"
+        )
+    on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    try:
+        return _work_as_process(config, console)
+    finally:
+        # gloo aborts at exit if anything still refers to a group
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
+    assert dist.group.WORLD is not None
+    workers = as_comm(dist.group.WORLD)
+    if workers.rank == 0:
+        prepared, folder = _begin(config, console)
+    else:
+        prepared = _prepared(config)
+    _compare(workers, prepared)
+    if workers.rank != 0:
+        train(prepared, workers)
+        return None
+    with Terminal(console, folder, config) as terminal:
+        outcome = train(prepared, workers, terminal)
+    return _end(prepared, outcome, workers, folder, console)
+
+
+def _prepared(config: RunConfig) -> Prepared:
+    try:
+        return prepare(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _begin(config: RunConfig, console: Console) -> tuple[Prepared, RunFolder]:
+    prepared = _prepared(config)
+    print_prepared(prepared, console)
+    try:
+        return prepared, RunFolder(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _end(prepared: Prepared, outcome: Outcome, workers: Comm, folder: RunFolder, console: Console) -> Summary:
+    summary = summarize(prepared, outcome, workers)
+    folder.finish(summary, outcome.model)
+    print_summary(summary, console)
+    console.print(f"everything is in {folder.path}/", highlight=False)
+    return summary
+
+
+def _compare(workers: Comm, prepared: Prepared) -> None:
+    """Processes on several machines may have been given different recipes or texts.
+
+    Raises:
+        UsageError: the first difference, on every process.
+    """
+    settings = _flat(prepared.config.model_dump())
+    settings["the training text"] = int(prepared.splits.train.sum(dtype=torch.int64)), len(prepared.splits.train)
+    notes = workers.gather(settings)
+    for worker, theirs in enumerate(notes[1:], start=1):
+        for name in sorted(notes[0].keys() | theirs.keys()):
+            if notes[0].get(name) != theirs.get(name):
+                raise UsageError(
+                    f"{name} is {notes[0].get(name)} on worker 0 but {theirs.get(name)} on worker {worker}: "
+                    "start every worker with the same recipe, options and files"
+                )
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def summary_dict(summary: Summary) -> dict[str, Any]:
+    """A summary as plain values."""
+    return asdict(summary)

@@ -1,0 +1,253 @@
+"""One worker's training, from the first step to the final average. The same code for every method and every kind of worker."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from lordo.accounting import Weight, weights_of
+from lordo.config import RunConfig, TrainConfig
+from lordo.data import VOCABULARY, Shard, Splits, load_blocks, spread
+from lordo.evaluate import Evaluation, evaluate
+from lordo.lowrank import overlap
+from lordo.methods import DistributedOptimizer, Method, find
+from lordo.models import build_model, check_fits
+from lordo.optim import ParamGroups, param_groups
+from lordo.sync import Comm, Solo
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose settings, data and method were checked and loaded; what all workers share."""
+
+    config: RunConfig
+    method: Method
+    splits: Splits
+    settings: dict[str, Any]
+    groups: ParamGroups
+    weights: list[Weight]
+
+
+@dataclass
+class Progress:
+    """Where a run stands, averaged over workers where that makes sense; one line of `metrics.jsonl`.
+
+    Attributes:
+        step: t. loss: mean over workers of the training loss of this step, nats. loss_min, loss_max: over workers.
+        lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far.
+        seconds: since the first step. tokens_per_second: of all workers together, since the last record.
+        steps_to_next_sync: 1 to K. gradient_norm: of worker 0, before clipping. skipped_steps: summed over workers.
+        validation_loss, perplexity: of the averaged model, where it was evaluated.
+        overlap: of the bases before and after the last refresh. overlap_with_first: of the bases now and the first ones.
+        kept_bases: weights whose basis the last refresh left alone.
+    """
+
+    step: int
+    loss: float
+    loss_min: float
+    loss_max: float
+    lr: float
+    tokens: int
+    bytes_sent: int
+    seconds: float
+    tokens_per_second: float
+    steps_to_next_sync: int
+    gradient_norm: float
+    skipped_steps: int
+    validation_loss: float | None = None
+    perplexity: float | None = None
+    overlap: float | None = None
+    overlap_with_first: float | None = None
+    kept_bases: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What a worker has at the end."""
+
+    model: PreTrainedModel
+    optimizer: DistributedOptimizer
+    evaluation: Evaluation
+    seconds: float
+    skipped_steps: int
+
+
+class Observer(Protocol):
+    """Somebody who is told how the run goes; only worker 0's is called."""
+
+    def progressed(self, progress: Progress) -> None:
+        """A step that is logged or evaluated is done."""
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check what can be checked before any worker starts, and load the text.
+
+    Raises:
+        ValueError: one sentence saying what cannot work and what to do.
+    """
+    method = find(config.method.name)
+    splits = load_blocks(config.data, config.seed)
+    Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
+    spread(splits.validation, config.train.eval_sequences)
+    with torch.device("meta"):  # shapes alone: finds what is wrong with model and settings, and costs nothing
+        model, groups, optimizer = build(config, method, Solo())
+    check_fits(model, vocabulary=VOCABULARY, sequence_length=config.data.sequence_length)
+    return Prepared(config, method, splits, optimizer.defaults, groups, weights_of(optimizer.param_groups))
+
+
+def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -> Outcome:
+    """Train as one worker.
+
+    Args:
+        prepared: the run. workers: this worker's connection to the others. observer: told of the progress, on worker 0.
+    """
+    config = prepared.config
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    device = pick_device(config.train.device, workers)
+    model, _, optimizer = build(config, prepared.method, workers, device)
+    optimizer.start()
+    shard = Shard(prepared.splits.train, workers.rank, workers.size, config.seed)
+    validation = spread(prepared.splits.validation, config.train.eval_sequences)
+    return _Loop(config, workers, model, optimizer, shard, observer, device).run(validation)
+
+
+def build(config: RunConfig, method: Method, workers: Comm, device: str | torch.device = "meta") -> tuple[PreTrainedModel, ParamGroups, DistributedOptimizer]:
+    """Model, parameter groups and optimizer of one worker."""
+    given = config.method.settings()
+    settings = method.resolve({"lr": config.method.lr, **given})
+    model: PreTrainedModel = build_model(config.model, seed=config.seed).to(device)  # type: ignore[arg-type]
+    groups = param_groups(model, rank=settings["rank"])
+    optimizer = DistributedOptimizer(groups, method, workers=workers, lr=config.method.lr, **given)
+    return model, groups, optimizer
+
+
+def pick_device(device: str, workers: Comm) -> torch.device:
+    """The device of a worker: the CPU, or a GPU of its own where there are several.
+
+    Raises:
+        ValueError: "cuda" where there is none.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('train.device = "cuda", but torch sees no GPU here: take "auto" or "cpu"')
+    return torch.device("cuda", workers.rank % torch.cuda.device_count())
+
+
+def lr_factor(step: int, train: TrainConfig) -> float:
+    """Share of the peak learning rate at step t = 1, 2, …: a linear warm-up, then constant, cosine or linear."""
+    if step <= train.warmup_steps:
+        return step / train.warmup_steps
+    if train.schedule == "constant":
+        return 1.0
+    way = (step - train.warmup_steps) / max(train.steps - train.warmup_steps, 1)
+    remaining = 0.5 * (1 + math.cos(math.pi * way)) if train.schedule == "cosine" else 1 - way
+    return train.final_lr_fraction + (1 - train.final_lr_fraction) * remaining
+
+
+class _Loop:
+    """The state of one worker's training loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workers: Comm,
+        model: PreTrainedModel,
+        optimizer: DistributedOptimizer,
+        shard: Shard,
+        observer: Observer | None,
+        device: torch.device,
+    ) -> None:
+        self.config, self.workers, self.model, self.optimizer = config, workers, model, optimizer
+        self.shard, self.observer, self.device = shard, observer, device
+        # LambdaLR counts from 0 and acts before the first step
+        self.scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, config.train))
+        self.position = 0
+        self.sequences = config.batch.per_worker_sequences
+        self.tokens_per_step = self.sequences * config.data.sequence_length * workers.size
+        self.first_bases: list[torch.Tensor] = []
+        self.began = self.logged_at = time.perf_counter()
+        self.logged_step = 0
+
+    def run(self, validation: torch.Tensor) -> Outcome:
+        """All steps, then the final average and evaluation."""
+        steps, eval_every = self.config.train.steps, self.config.train.eval_every
+        evaluation = None
+        for step in range(1, steps + 1):
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            loss, norm = self.step()  # tensors: reading them would make a GPU wait
+            if step == 1:
+                self.first_bases = [basis.clone() for basis in self.bases()]
+            last = step == steps
+            if last:
+                self.optimizer.average_parameters()
+            due = last or (eval_every is not None and step % eval_every == 0)
+            evaluation = evaluate(self.model, self.optimizer, validation) if due else None
+            if due or step % self.config.train.log_every == 0 or step == 1:
+                self.log(step, loss, norm, lr, evaluation)
+        assert evaluation is not None
+        skipped = sum(self.workers.gather(self.optimizer.num_skipped_steps))
+        return Outcome(self.model, self.optimizer, evaluation, time.perf_counter() - self.began, skipped)
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step on the next batch: its loss, and the gradient's norm before clipping."""
+        tokens = self.shard.batch(self.position, self.sequences).to(self.device)
+        self.position += self.sequences
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.average_gradients()
+        clip = self.config.train.clip
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.detach(), norm
+
+    def bases(self) -> list[torch.Tensor]:
+        """Bases of all low-rank weights, sorted by name."""
+        states = [self.optimizer.state[p] for _, p, _ in self.optimizer.named_members()]
+        return [state["basis"] for state in states if "basis" in state]
+
+    def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, evaluation: Evaluation | None) -> None:
+        """Gather the workers' losses, and tell the observer."""
+        notes = self.workers.gather((float(loss), self.optimizer.num_skipped_steps))
+        now = time.perf_counter()
+        if self.observer is not None:
+            losses = [each for each, _ in notes]
+            self.observer.progressed(
+                Progress(
+                    step=step,
+                    loss=sum(losses) / len(losses),
+                    loss_min=min(losses),
+                    loss_max=max(losses),
+                    lr=lr,
+                    tokens=step * self.tokens_per_step,
+                    bytes_sent=self.workers.bytes_sent() - self.workers.bytes_sent("evaluation"),
+                    seconds=now - self.began,
+                    tokens_per_second=(step - self.logged_step) * self.tokens_per_step / max(now - self.logged_at, 1e-9),
+                    steps_to_next_sync=self.optimizer.steps_to_next_sync,
+                    gradient_norm=float(norm),
+                    skipped_steps=sum(skipped for _, skipped in notes),
+                    validation_loss=evaluation.loss if evaluation else None,
+                    perplexity=evaluation.perplexity if evaluation else None,
+                    **self.about_bases(),
+                )
+            )
+        self.logged_at, self.logged_step = now, step
+
+    def about_bases(self) -> dict[str, Any]:
+        """How far the bases have moved."""
+        report = self.optimizer.report
+        now = [overlap(first, basis) for first, basis in zip(self.first_bases, self.bases(), strict=True)]
+        return {
+            "overlap": report.overlap,
+            "overlap_with_first": sum(now) / len(now) if now else None,
+            "kept_bases": list(report.kept_bases),
+        }
