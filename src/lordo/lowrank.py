@@ -54,10 +54,15 @@ def identity_basis(m: int, rank: int, *, dtype: torch.dtype, device: torch.devic
     return torch.eye(m, rank, dtype=dtype, device=device)
 
 
-def is_usable(matrix: Tensor) -> bool:
-    """Whether a matrix can give a basis: every entry finite, not all of them zero."""
+def is_usable(matrix: Tensor, *, noise: float = 0.0) -> bool:
+    """Whether a matrix can give a basis: every entry finite, and some entry larger than what rounding leaves behind."""
     peak = float(torch.linalg.vector_norm(matrix, ord=math.inf))
-    return math.isfinite(peak) and peak > 0
+    return math.isfinite(peak) and peak > noise
+
+
+def rounding_noise(weight: Tensor, dtype: torch.dtype) -> float:
+    """Largest entry that Δ = mean of W − anchor may have by rounding alone, when no worker has moved."""
+    return 4 * torch.finfo(dtype).eps * float(torch.linalg.vector_norm(weight, ord=math.inf)) if weight.numel() else 0.0
 
 
 def leading_subspace(
@@ -67,7 +72,8 @@ def leading_subspace(
     method: BasisMethod = "auto",
     seed: tuple[int, str, int] = (0, "", 0),
     fresh: int = FRESH_COLUMNS,
-) -> Tensor:
+    noise: float = 0.0,
+) -> Tensor | None:
     """Orthonormal basis of the r leading left singular vectors of a matrix.
 
     Args:
@@ -77,19 +83,20 @@ def leading_subspace(
             "auto" takes "svd" up to a smaller side of 128.
         seed: (run seed, parameter name, step) of the private generator of the fresh columns.
         fresh: how many random columns join the present basis at the start of the iteration.
+        noise: a matrix without an entry above this counts as zero.
 
     Returns:
-        (m, r) in the dtype of `basis`. A matrix that is zero or not finite returns `basis` itself.
+        (m, r) in the dtype of `basis`; None for a matrix that is zero or not finite: the present basis stays then.
     """
-    if not is_usable(matrix):
-        return basis
+    if not is_usable(matrix, noise=noise):
+        return None
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
         if method == "svd" or (method == "auto" and matrix.shape[0] <= SVD_LIMIT):
             new = svd_basis(matrix, basis.shape[-1])
         else:
             new = subspace_basis(matrix, basis.to(matrix.dtype), seed=seed, fresh=fresh)
-    return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else basis
+    return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else None
 
 
 def svd_basis(matrix: Tensor, rank: int) -> Tensor:
@@ -127,7 +134,7 @@ def subspace_basis(
     return block @ directions[:, -rank:].flip(-1)
 
 
-def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: float) -> Tensor:
+def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: float) -> Tensor | None:
     """One step of block power iteration on B = ρ Q û + (1−ρ) X from Q, without forming B (LDAdam, arXiv 2410.16103).
 
     B Bᵀ Q = B (Bᵀ Q), and Bᵀ Q = ρ ûᵀ + (1−ρ) Xᵀ Q because QᵀQ = I.
@@ -136,11 +143,11 @@ def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: f
         basis: Q (m, r). momentum: û (r, n). signal: X (m, n). share: ρ.
 
     Returns:
-        (m, r), orthonormal columns; `basis` itself where B is zero or not finite.
+        (m, r), orthonormal columns; None where B is zero or not finite.
     """
     coordinates = share * momentum.mT + (1 - share) * (signal.mT @ basis)  # Bᵀ Q, (n, r)
     if not is_usable(coordinates):
-        return basis
+        return None
     coordinates = coordinates / torch.linalg.vector_norm(coordinates, ord=math.inf)
     return _orthonormal(share * (basis @ (momentum @ coordinates)) + (1 - share) * (signal @ coordinates))
 

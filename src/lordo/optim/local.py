@@ -97,11 +97,9 @@ class LowRankAdam(torch.optim.Optimizer):
                 index += 1
 
     def set_basis(self, p: Tensor, basis: Tensor) -> None:
-        """Install a basis (m, r), carrying both moments into it; the basis it already holds changes nothing."""
+        """Install a basis (m, r), carrying both moments into it."""
         state = self.state[p]
         old = state["basis"]
-        if torch.equal(old, basis):
-            return
         betas, step = self._group_of(p)["betas"], float(state["step"])
         u, v = rotate_moments(state["exp_avg"], state["exp_avg_sq"], old, basis, betas=betas, step=step)
         state["exp_avg"].copy_(u)

@@ -17,24 +17,29 @@ def local_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any
         state: of this parameter, before this step is counted.
         options: the parameter group.
     """
-    taken = int(state["step"])
-    if options["basis_from"] == "gradient" and _due(taken, options):
-        fresh = options["rank"] if taken == 0 else 0
-        new = leading_subspace(signal, state["basis"], method=options["basis"], seed=(0, "", taken), fresh=fresh)
-        _install(new, state, options)
+    if options["basis_from"] == "gradient":
+        new = _gradient_basis(signal, state, options)
     elif options["basis_from"] == "momentum":
         new = _momentum_basis(signal, state, options)
-        if "error" in state:
-            canonical(state["error"]).add_(_lost_momentum(new, state, options["betas"][0]))
-        _install(new, state, options)
+    else:
+        return
+    if new is None:
+        return
+    if options["basis_from"] == "momentum" and "error" in state:
+        canonical(state["error"]).add_(_lost_momentum(new, state, options["betas"][0]))
+    _install(new, state, options)
 
 
-def _due(taken: int, options: dict[str, Any]) -> bool:
-    """At the first step, and then at steps t with (t − offset) divisible by `basis_every`."""
-    return taken == 0 or (taken + 1 - options["basis_offset"]) % options["basis_every"] == 0
+def _gradient_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> Tensor | None:
+    """The leading subspace of X at the first step, and then at steps t with (t − offset) divisible by `basis_every`."""
+    taken = int(state["step"])
+    if taken and (taken + 1 - options["basis_offset"]) % options["basis_every"]:
+        return None
+    fresh = 0 if taken else options["rank"]
+    return leading_subspace(signal, state["basis"], method=options["basis"], seed=(0, "", taken), fresh=fresh)
 
 
-def _momentum_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+def _momentum_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> Tensor | None:
     """LDAdam: one block power iteration on ρ Q û + (1−ρ) X, the SVD of X at the first step."""
     taken, rho = int(state["step"]), options["basis_interpolation"]
     if taken == 0:

@@ -6,6 +6,7 @@ run on every worker in the same order; which collectives they call depends on th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, leading_subspace, overlap
+from lordo.lowrank import canonical, leading_subspace, overlap, rounding_noise
 from lordo.sync.comm import Comm
 from lordo.sync.schedule import is_due
 from lordo.sync.wire import wire_dtype
@@ -92,7 +93,7 @@ class FirstBasis(Stateless):
         for i, (_, p, _) in enumerate(members):
             gradient = _usable_gradient(p)
             comm.mean_([("first gradient", gradient)])
-            refresh.compute(i, gradient, fresh=optimizer.state[p]["basis"].shape[1])
+            refresh.compute(i, gradient, first=True)
         refresh.install()
 
 
@@ -170,6 +171,10 @@ def nesterov_(weight: Tensor, delta: Tensor, momentum: Tensor, settings: dict[st
     weight.add_(delta, alpha=rate - 1).add_(momentum, alpha=rate * mu)
 
 
+# What the owner of a weight sends in place of a basis when the present one stays.
+KEEP = math.nan
+
+
 class Refresh:
     """New bases for some low-rank weights: each computed by one worker, sent to all, installed by all.
 
@@ -184,15 +189,17 @@ class Refresh:
         self.new = [torch.empty_like(basis) for basis in self.old]
         self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
 
-    def compute(self, i: int, matrix: Tensor, **options: Any) -> None:
+    def compute(self, i: int, matrix: Tensor, *, first: bool = False) -> None:
         """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, equal on all workers."""
-        name, _, settings = self.members[i]
+        name, p, settings = self.members[i]
         if self.owners[i] != self.comm.rank:
             return
         with self.comm.timed("basis refresh"):
             seed = (0, name, self.step)
-            new = leading_subspace(canonical(matrix), self.old[i], method=settings["basis"], seed=seed, **options)
-            self.new[i].copy_(new)
+            noise = 0.0 if first else rounding_noise(p, self.old[i].dtype)
+            more: dict[str, int] = {"fresh": self.old[i].shape[1]} if first else {}
+            new = leading_subspace(canonical(matrix), self.old[i], method=settings["basis"], seed=seed, noise=noise, **more)
+            self.new[i].copy_(new) if new is not None else self.new[i].fill_(KEEP)
 
     def install(self) -> tuple[float, tuple[str, ...]]:
         """Send, rotate and install; returns the mean overlap with the old bases and the names of the bases that stayed."""
@@ -203,10 +210,12 @@ class Refresh:
         with self.comm.timed("basis refresh"):
             overlaps, kept = [], []
             for (name, p, _), new, old in zip(self.members, self.new, self.old, strict=True):
+                if bool(new[0, 0].isnan()):
+                    kept.append(name)
+                    continue
                 overlaps.append(overlap(new, old))
-                kept += [name] if torch.equal(new, old) else []
                 self.optimizer.set_basis(p, new)
-        return sum(overlaps) / max(len(overlaps), 1), tuple(kept)
+        return sum(overlaps) / len(overlaps) if overlaps else 1.0, tuple(kept)
 
 
 def spread(costs: Sequence[float], num_workers: int) -> list[int]:

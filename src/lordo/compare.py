@@ -1,0 +1,279 @@
+"""Several methods on the same model, the same initial weights and the same text, one after another, each result kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rich.console import Console
+
+from lordo.config import CompareConfig, ConfigError, DataConfig, RunConfig, dumps, override
+from lordo.data import Splits, load_blocks
+from lordo.launch import UsageError, run_in_threads
+from lordo.loop import prepare
+from lordo.methods import Method, find
+from lordo.report import RunFolder, Summary, load_summary
+from lordo.units import bandwidth
+
+Variant = tuple[tuple[str, Any], ...]  # settings that a comparison varies, by dotted name
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a comparison."""
+
+    method: str
+    variant: Variant
+    lr: float
+    seed: int
+    config: RunConfig
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """The method and what is varied: members that differ by learning rate and seed alone share it."""
+        return label(self.method, self.variant)
+
+
+@dataclass
+class Result:
+    """How a member ended: a summary, or why there is none."""
+
+    member: Member
+    summary: Summary | None = None
+    failure: str | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """Validation perplexity; infinite where the member failed."""
+        return self.summary.perplexity if self.summary and self.failure is None else math.inf
+
+
+@dataclass
+class Row:
+    """A line of the comparison's table: one method (and variant) at its best learning rate, over the seeds.
+
+    Attributes:
+        results: one a seed, the first seed first. tried: learning rates and the perplexity of each at the first seed.
+    """
+
+    label: str
+    method: str
+    variant: Variant
+    results: list[Result]
+    tried: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> list[Summary]:
+        """Summaries of the seeds that ended well."""
+        return [r.summary for r in self.results if r.summary is not None and r.failure is None]
+
+    @property
+    def perplexity(self) -> float:
+        """Mean over seeds."""
+        return mean(s.perplexity for s in self.finished) if self.finished else math.inf
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds; 0 for a single one."""
+        return stdev(s.perplexity for s in self.finished) if len(self.finished) > 1 else 0.0
+
+    @property
+    def best_lr(self) -> float:
+        """The learning rate of this row."""
+        return self.results[0].member.lr
+
+    @property
+    def on_edge(self) -> bool:
+        """Whether the best learning rate is the smallest or the largest of several tried: a better one may lie beyond."""
+        return len(self.tried) > 1 and self.best_lr in (min(self.tried), max(self.tried))
+
+    @property
+    def failures(self) -> list[str]:
+        """Why seeds failed."""
+        return [f"lr {r.member.lr:g}, seed {r.member.seed}: {r.failure}" for r in self.results if r.failure is not None]
+
+
+def label(method: str, variant: Variant) -> str:
+    """"lordo", or "lordo rank=8"."""
+    return " ".join([method, *(f"{name.split('.')[-1]}={value}" for name, value in variant)])
+
+
+def check(config: RunConfig, options: CompareConfig) -> None:
+    """Find what can be found before anything runs.
+
+    Raises:
+        UsageError: an unknown method or unit, a learning rate for a method that is not compared.
+    """
+    try:
+        for name in (*options.methods, *(n for n in options.lr if n != "all")):
+            find(name)
+        for text in options.bandwidth:
+            bandwidth(text)
+        for method, variant in product(options.methods, variants(options.vary)):
+            member_config(config, find(method), variant, lr=config.method.lr, seed=config.seed)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    for name in options.lr:
+        if name not in options.methods and name != "all":
+            raise UsageError(f"a learning rate is given for '{name}', which is not among the methods compared ({', '.join(options.methods)})")
+
+
+def compare(config: RunConfig, options: CompareConfig, folder: Path, console: Console) -> list[Row]:
+    """Run all members that are not finished yet; returns the rows of the table, in the order asked for.
+
+    For each method, and each variant of it, every learning rate is tried with the first seed; the best one then with the others.
+    """
+    check(config, options)
+    seeds = [config.seed + i for i in range(options.seeds)]
+    rows = []
+    for name, variant in product(options.methods, variants(options.vary)):
+        method = find(name)
+
+        def result(lr: float, seed: int, method: Method = method, variant: Variant = variant) -> Result:
+            return run_member(_member(config, folder, method, variant, lr, seed), console)
+
+        grid = {lr: result(lr, seeds[0]) for lr in learning_rates(config, options, name)}
+        best = min(grid, key=lambda lr: grid[lr].perplexity)
+        results = [grid[best], *(result(best, seed) for seed in seeds[1:])]
+        tried = {lr: each.perplexity for lr, each in grid.items()}
+        rows.append(Row(label(name, variant), name, variant, results, tried))
+    return rows
+
+
+def learning_rates(config: RunConfig, options: CompareConfig, method: str) -> list[float]:
+    """Those asked for for this method, for all, or the recipe's one."""
+    return sorted(set(options.lr.get(method) or options.lr.get("all") or [config.method.lr]))
+
+
+def variants(vary: Sequence[str]) -> list[Variant]:
+    """All combinations of what is varied; ["workers=4,8 batch.per_worker_sequences=8,4"] varies two settings together.
+
+    Raises:
+        UsageError: not of the form name=value,value,…; lists of unequal length varied together.
+    """
+    axes = [_together(text) for text in vary]
+    return [tuple(pair for point in points for pair in point) for points in product(*axes)]
+
+
+def _together(text: str) -> list[Variant]:
+    columns = []
+    for part in text.split():
+        name, equals, values = part.partition("=")
+        if not equals or not values:
+            raise UsageError(f"cannot vary {part!r}: write name=value,value,… such as method.rank=8,16,32")
+        columns.append([(name, _value(value)) for value in values.split(",")])
+    if len({len(column) for column in columns}) > 1:
+        raise UsageError(f"cannot vary {text!r} together: the lists are not of one length")
+    return list(zip(*columns, strict=True))
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it; a bare word is a string."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def member_config(config: RunConfig, method: Method, variant: Variant, *, lr: float, seed: int) -> RunConfig:
+    """The recipe with this method: settings it does not have are left out, so that one recipe serves all methods."""
+    settings = {f"method.{name}": None for name in config.method.settings() if name not in method.settings}
+    varied = {name: value for name, value in variant if not name.startswith("method.") or name.split(".", 1)[1] in method.settings}
+    return override(config, {**settings, **varied, "method.name": method.name, "method.lr": lr, "seed": seed})
+
+
+def _member(config: RunConfig, folder: Path, method: Method, variant: Variant, lr: float, seed: int) -> Member:
+    own = member_config(config, method, variant, lr=lr, seed=seed)
+    name = "-".join([method.name, *(f"{key.split('.')[-1]}{value}" for key, value in variant), f"lr{lr:g}", f"seed{seed}"])
+    path = folder / "members" / name
+    return Member(method.name, variant, lr, seed, override(own, {"name": name, "output": str(folder / "members")}), path)
+
+
+def run_member(member: Member, console: Console) -> Result:
+    """Run a member, or take its result from an earlier, interrupted call.
+
+    Raises:
+        UsageError: the folder holds a result made with other settings.
+    """
+    kept = _kept(member)
+    if kept is not None:
+        return kept
+    console.rule(f"{member.label}, lr {member.lr:g}, seed {member.seed}", align="left")
+    try:
+        prepared = prepare(member.config, load=_text)
+        summary = run_in_threads(prepared, RunFolder(member.config, path=member.path), console, keep_model=False)
+    except (UsageError, ConfigError):
+        raise
+    except Exception as error:  # whatever befell this member, the others go on
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        console.print(f"failed: {reason}", highlight=False, soft_wrap=True)
+        return Result(member, failure=reason)
+    return _ended(member, summary)
+
+
+def _kept(member: Member) -> Result | None:
+    """The result of a finished member; what an interrupted one left is removed."""
+    if not member.path.exists():
+        return None
+    summary = load_summary(member.path)
+    if summary is None:
+        shutil.rmtree(member.path)
+        return None
+    if (member.path / "config.toml").read_text(encoding="utf-8") != dumps(member.config):
+        raise UsageError(f"{member.path} holds a result made with other settings: give the comparison another --name, or remove that folder")
+    return _ended(member, summary)
+
+
+def _ended(member: Member, summary: Summary) -> Result:
+    diverged = not math.isfinite(summary.validation_loss)
+    return Result(member, summary, failure="diverged: the validation loss is not finite" if diverged else None)
+
+
+@cache
+def _splits(data: str, seed: int) -> Splits:
+    return load_blocks(DataConfig.model_validate_json(data), seed)
+
+
+def _text(data: DataConfig, seed: int) -> Splits:
+    """Text, read once for all members of a seed."""
+    return _splits(data.model_dump_json(), seed)
+
+
+def modelled_seconds(summary: Summary, bits_per_second: float) -> float:
+    """Seconds of a run on machines of this speed joined by a link: compute of one worker, then its bytes over the link.
+
+    Workers in threads take turns, so that one worker's compute is the M-th part of the measured. Latency is left out.
+    """
+    busy = summary.seconds["compute"] + summary.seconds["basis refresh"]
+    return busy / (summary.workers if summary.took_turns else 1) + summary.sent * 8 / bits_per_second
+
+
+def each_metric(row: Row, name: str) -> Iterable[tuple[list[int], list[float]]]:
+    """Steps and values of a recorded quantity, for each finished seed."""
+    for result in row.results:
+        if result.failure is None:
+            lines = [json.loads(line) for line in (result.member.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            seen = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            yield [step for step, _ in seen], [value for _, value in seen]
+
+
+def mean_curve(row: Row, name: str) -> tuple[list[int], list[float]]:
+    """The mean of a recorded quantity over the seeds, at the steps where all recorded it."""
+    seeds = [dict(zip(steps, values, strict=True)) for steps, values in each_metric(row, name)]
+    steps = sorted(set.intersection(*(set(each) for each in seeds))) if seeds else []
+    return steps, [mean(each[step] for each in seeds) for step in steps]
+
+
+Reader = Callable[[DataConfig, int], Splits]
+Metrics = Mapping[str, Any]
