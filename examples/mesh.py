@@ -16,14 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 def main():
     dist.init_process_group("gloo")
     try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("workers",))
-        result = train(mesh)
+        result = train_on_mesh()
         if dist.get_rank() == 0:
-            tell(mesh.size(), *result)
+            tell(dist.get_world_size(), *result)
     finally:
-        del mesh  # it holds a group, and gloo may abort at exit while anything does
+        # A clean end: gloo may abort at exit while a group exists, or while anything, such as a mesh, still refers to one.
         dist.destroy_process_group()
         gc.collect()
+
+
+def train_on_mesh():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("workers",))
+    return train(mesh)
 
 
 if __name__ == "__main__":

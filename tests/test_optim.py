@@ -34,7 +34,7 @@ def adamw_twin(shapes, *, dtype=torch.float32, scale=0.1, **options):
     """LoRDO with everything full-rank and AdamW, on parameters of the same values."""
     ours, theirs = parameters(*shapes, dtype=dtype, scale=scale), parameters(*shapes, dtype=dtype, scale=scale)
     both = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1} | options
-    return (ours, lordo.LoRDO(ours, rank=None, omega=1.0, **both)), (theirs, torch.optim.AdamW(theirs, **both))
+    return (ours, lordo.LoRDO(ours, rank=None, omega=1.0, **copy.deepcopy(both))), (theirs, torch.optim.AdamW(theirs, **both))
 
 
 def assert_twins_agree(ours, theirs, *, atol, steps=100):
@@ -306,15 +306,17 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype):
 
 
 def test_one_group_may_mix_dtypes():
-    mixed = [parameters(shape, dtype=dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float64) for shape in ((6, 9), (5,))]
-    optimizer = lordo.LoRDO(mixed, **OPTIONS)
-    train(optimizer, mixed, 4)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        alone = parameters((6, 9), (5,), dtype=dtype)
-        alone[1].data.copy_(0.1 * randn(5, seed=0))
-        for step in range(1, 5):
-            pass
-    assert all(tensor.isfinite().all() for tensor in everything(optimizer).values())
+    """Each parameter trains as in an optimizer of its own."""
+    kinds = [(dtype, shape) for dtype in (torch.float32, torch.bfloat16, torch.float64) for shape in ((6, 9), (5,))]
+    mixed, alone = ([parameters(shape, dtype=dtype)[0] for dtype, shape in kinds] for _ in range(2))
+    optimizer, others = lordo.LoRDO(mixed, **OPTIONS), [lordo.LoRDO([p], **OPTIONS) for p in alone]
+    for step in range(1, 5):
+        give_gradients(mixed, step=step)
+        give_gradients(alone, step=step)
+        for o in (optimizer, *others):
+            o.step()
+    for p, q in zip(mixed, alone, strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("rank", [6, 7, 1000])
@@ -679,15 +681,6 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(bad, where):
     assert int(optimizer.state[params[0]]["step"]) == 2
 
 
-def test_the_warning_points_at_the_users_line():
-    (p,) = parameters((6, 9))
-    optimizer = lordo.LoRDO([p], **OPTIONS)
-    p.grad = torch.full_like(p, math.nan)
-    with pytest.warns(RuntimeWarning) as caught:
-        optimizer.step()
-    assert caught[0].filename == __file__
-
-
 def test_many_skipped_steps_in_a_row_are_an_error():
     params = parameters((6, 9), (5,))
     optimizer = lordo.LoRDO(params, **OPTIONS)
@@ -738,22 +731,6 @@ def test_gradients_of_all_zeros_are_no_trouble():
         optimizer.step()
     for p, q in zip(params, before, strict=True):
         assert torch.equal(p, q)
-
-
-def test_a_gradient_outside_the_subspace_does_not_divide_by_epsilon():
-    """F / μ(D): where a column's projection has been zero so far, D is ε, and a gradient outside the subspace over ε is no step.
-
-    Adam's own steps are bounded by about lr; here one must not be a thousand times that.
-    """
-    (p,) = parameters((4, 6), dtype=torch.float64)
-    optimizer = lordo.LoRDO([p], lr=0.01, rank=2, omega=0.9, sync_every=100)
-    for rows in (slice(0, 2), slice(2, 4)):  # first the subspace of rows 0 and 1, then a gradient orthogonal to it in a new column
-        p.grad = torch.zeros_like(p)
-        p.grad[rows, 0 if rows.start == 0 else 5] = torch.tensor([1.0, 2.0], dtype=torch.float64)
-        p.grad[rows, 1 if rows.start == 0 else 4] = torch.tensor([2.0, -1.0], dtype=torch.float64)
-        before = p.detach().clone()
-        optimizer.step()
-    assert float((p.detach() - before).abs().max()) < 10
 
 
 def scaled_step(scaler, optimizer, params, *, step, worker=0, inf=False):
@@ -1032,8 +1009,15 @@ def test_a_misspelt_key_of_a_group_is_named(key, meant):
 
 
 def test_a_key_of_a_group_that_is_like_no_setting_is_kept_as_torch_does():
-    optimizer = lordo.LoRDO([{"params": parameters((6, 9)), "name": "body", "initial_lr": 0.1, "max_momentum": 1.0}], **OPTIONS)
+    optimizer = lordo.LoRDO([{"params": parameters((6, 9)), "name": "body", "use": "decoder"}], **OPTIONS)
     assert optimizer.param_groups[0]["name"] == "body"
+
+
+@pytest.mark.parametrize("key", ["initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"])
+def test_keys_of_torchs_schedulers_are_no_misspelling(key):
+    """OneCycleLR and others put these into the groups, and a run that goes on hands them in again (`last_epoch`)."""
+    optimizer = lordo.LoRDO([{"params": parameters((6, 9)), key: 0.5}], **OPTIONS)
+    assert optimizer.param_groups[0][key] == 0.5
 
 
 @pytest.mark.parametrize("key", ["scale", "rotate_moments", "basis_from", "basis_every"])

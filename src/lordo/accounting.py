@@ -20,6 +20,8 @@ from lordo.optim import is_lowrank
 from lordo.sync.schedule import num_due
 from lordo.sync.wire import all_reduce_moves, broadcast_moves, sent_bytes, wire_bytes, wire_dtype
 
+# Everything a method may hold for a parameter, in the order in which it is told.
+STATE_KINDS = ("exp_avg", "exp_avg_sq", "basis", "error", "anchor", "outer_momentum", "step")
 STEP_BYTES = 4  # the step counter of a parameter, one float32
 
 

@@ -12,6 +12,9 @@ USAGE = """usage: lordo COMMAND …
 
   train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
   train RECIPE --help                        every setting of a recipe, with its default and what it means
+  compare RECIPE [--methods A,B …]           several methods on the same model and text: table, figures, report
+  plan RECIPE [--workers M --bandwidth B]    what every method would send, hold and take; runs nothing
+  methods                                    the methods, a line each
   version                                    versions of lordo and of what it stands on
 
 lordo COMMAND --help tells more about a command. https://arxiv.org/abs/2602.04396 is the method's paper.
@@ -39,21 +42,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         return _usage("lordo train RECIPE [--SECTION.SETTING VALUE …]", arguments)
-    from rich.console import Console
-
     from lordo.config import ConfigError
     from lordo.launch import UsageError, run
     from lordo.options import load_with_options
+    from lordo.report import wide_console
     from lordo.sync import WorkerError
 
     try:
         config = load_with_options(arguments[0], arguments[1:], command="lordo train")
-        run(config, Console(soft_wrap=False))
+        run(config, wide_console())
     except (ConfigError, UsageError) as error:
         return _refuse(str(error))
     except (WorkerError, FloatingPointError) as error:
         print(f"lordo: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _compare(arguments: list[str]) -> int:
+    from lordo.compare_command import main
+
+    return _guarded(main, arguments)
+
+
+def _plan(arguments: list[str]) -> int:
+    from lordo.plan import main
+
+    return _guarded(main, arguments)
+
+
+def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    from lordo.config import ConfigError
+    from lordo.launch import UsageError
+
+    try:
+        return main(arguments)
+    except (ConfigError, UsageError) as error:
+        return _refuse(str(error))
+
+
+def _methods(arguments: list[str]) -> int:
+    from lordo.methods import METHODS
+
+    width = max(map(len, METHODS))
+    for method in METHODS.values():
+        print(f"{method.name:<{width}}  {method.summary}")
     return 0
 
 
@@ -77,4 +110,10 @@ def _refuse(sentence: str) -> int:
     return 2
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "version": _version}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "compare": _compare,
+    "plan": _plan,
+    "methods": _methods,
+    "version": _version,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -20,6 +20,7 @@ from lordo.data import Splits, load_blocks
 from lordo.launch import UsageError, run_in_threads
 from lordo.loop import prepare
 from lordo.methods import Method, find
+from lordo.options import toml_value
 from lordo.report import RunFolder, Summary, load_summary
 from lordo.units import bandwidth
 
@@ -103,7 +104,7 @@ class Row:
 
 
 def label(method: str, variant: Variant) -> str:
-    """"lordo", or "lordo rank=8"."""
+    """ "lordo", or "lordo rank=8"."""
     return " ".join([method, *(f"{name.split('.')[-1]}={value}" for name, value in variant)])
 
 
@@ -111,7 +112,7 @@ def check(config: RunConfig, options: CompareConfig) -> None:
     """Find what can be found before anything runs.
 
     Raises:
-        UsageError: an unknown method or unit, a learning rate for a method that is not compared.
+        UsageError: an unknown method or unit; a setting varied in a way that cannot be.
     """
     try:
         for name in (*options.methods, *(n for n in options.lr if n != "all")):
@@ -124,9 +125,6 @@ def check(config: RunConfig, options: CompareConfig) -> None:
         raise
     except ValueError as error:
         raise UsageError(str(error)) from error
-    for name in options.lr:
-        if name not in options.methods and name != "all":
-            raise UsageError(f"a learning rate is given for '{name}', which is not among the methods compared ({', '.join(options.methods)})")
 
 
 def compare(config: RunConfig, options: CompareConfig, folder: Path, console: Console) -> list[Row]:
@@ -172,18 +170,10 @@ def _together(text: str) -> list[Variant]:
         name, equals, values = part.partition("=")
         if not equals or not values:
             raise UsageError(f"cannot vary {part!r}: write name=value,value,… such as method.rank=8,16,32")
-        columns.append([(name, _value(value)) for value in values.split(",")])
+        columns.append([(name, toml_value(value)) for value in values.split(",")])
     if len({len(column) for column in columns}) > 1:
         raise UsageError(f"cannot vary {text!r} together: the lists are not of one length")
     return list(zip(*columns, strict=True))
-
-
-def _value(text: str) -> Any:
-    """A value as TOML reads it; a bare word is a string."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def member_config(config: RunConfig, method: Method, variant: Variant, *, lr: float, seed: int) -> RunConfig:
@@ -231,7 +221,7 @@ def _kept(member: Member) -> Result | None:
         shutil.rmtree(member.path)
         return None
     if (member.path / "config.toml").read_text(encoding="utf-8") != dumps(member.config):
-        raise UsageError(f"{member.path} holds a result made with other settings: give the comparison another --name, or remove that folder")
+        raise UsageError(f"{member.path} holds a result made with other settings: choose another --name, or remove that folder")
     return _ended(member, summary)
 
 
@@ -269,11 +259,13 @@ def each_metric(row: Row, name: str) -> Iterable[tuple[list[int], list[float]]]:
 
 
 def mean_curve(row: Row, name: str) -> tuple[list[int], list[float]]:
-    """The mean of a recorded quantity over the seeds, at the steps where all recorded it."""
+    """Steps at which all seeds recorded a quantity, and its mean over the seeds."""
     seeds = [dict(zip(steps, values, strict=True)) for steps, values in each_metric(row, name)]
     steps = sorted(set.intersection(*(set(each) for each in seeds))) if seeds else []
     return steps, [mean(each[step] for each in seeds) for step in steps]
 
 
-Reader = Callable[[DataConfig, int], Splits]
-Metrics = Mapping[str, Any]
+def mean_at(row: Row, name: str, steps: Sequence[int]) -> list[float]:
+    """The mean over the seeds of a recorded quantity at some of the recorded steps."""
+    found = dict(zip(*mean_curve(row, name), strict=True))
+    return [found[step] for step in steps]

@@ -194,6 +194,25 @@ class TrainConfig(Settings):
         return self
 
 
+class CompareConfig(Settings):
+    """What `lordo compare` runs; each may also be given as an option of that command."""
+
+    methods: Annotated[list[str], Field(min_length=1)] = ["lordo", "local-adamw", "ddp-lowrank", "ddp-adamw"]
+    """Methods compared, rows of `lordo methods`."""
+
+    seeds: Count = 1
+    """Seeds of each method: the recipe's seed, and those that follow it."""
+
+    lr: dict[str, Annotated[list[Positive], Field(min_length=1)]] = {}
+    """Learning rates tried, per method (or "all"); none takes the recipe's. All are tried with the first seed, the best with the rest."""
+
+    bandwidth: list[str] = ["100Mbps", "1Gbps", "10Gbps"]
+    """Links for which the seconds of a run are modelled."""
+
+    vary: list[str] = []
+    """Settings varied: ["method.rank=8,16"]; settings in one string vary together: ["workers=4,8 batch.per_worker_sequences=8,4"]."""
+
+
 class RunConfig(Settings):
     """One run."""
 
@@ -223,6 +242,9 @@ class RunConfig(Settings):
 
     train: TrainConfig
     """How long, on what, and what is told on the way."""
+
+    compare: CompareConfig = CompareConfig()
+    """What `lordo compare` runs."""
 
     @field_validator("name")
     @classmethod
@@ -258,6 +280,21 @@ def load(path: str | os.PathLike[str], overrides: Mapping[str, object] = {}) -> 
     except ValidationError as error:
         changed = f" (with {', '.join(overrides)} changed)" if overrides else ""
         raise ConfigError(f"{file}{changed}: {_sentence(error, document)}") from error
+
+
+def override(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """Give a copy of the settings with some replaced, by dotted name; None takes a setting out.
+
+    Raises:
+        ConfigError: as `load`, without the path.
+    """
+    document = config.model_dump()
+    for name, value in settings.items():
+        _override(document, name, value, Path(config.name))
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, document)) from error
 
 
 def _text(file: Path) -> str:
@@ -331,7 +368,7 @@ def _no_such_setting(loc: Place) -> str:
     settings = list(_fields(table))
     close = nearest(str(key), settings)
     homes = [home for home in _tables() if str(key) in _fields(home)]
-    if homes:
+    if homes and not close:
         hint = f"it belongs to [{_name(homes[0])}]" if homes[0] else "it belongs above the first table"
     else:
         hint = f"did you mean {close!r}?" if close else f"the settings are: {listed(settings)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -43,16 +42,25 @@ def under_torchrun() -> bool:
 
 def _run_threads(config: RunConfig, console: Console) -> Summary:
     prepared, folder = _begin(config, console)
-    workers: list[Comm] = []
+    summary = run_in_threads(prepared, folder, console)
+    _tell_end(summary, folder, console)
+    return summary
 
-    def work(comm: Comm) -> Outcome:
-        if comm.rank == 0:
-            workers.append(comm)
-        return train(prepared, comm, terminal if comm.rank == 0 else None)
 
-    with Terminal(console, folder, config) as terminal:
-        outcomes = simulate(work, config.workers)
-    return _end(prepared, outcomes[0], workers[0], folder, console)
+def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, keep_model: bool = True) -> Summary:
+    """Train with all workers in this process, and leave the result in the folder."""
+    comms: list[Comm] = []
+
+    def work(workers: Comm) -> Outcome:
+        comms.append(workers)
+        return train(prepared, workers, terminal if workers.rank == 0 else None)
+
+    with Terminal(console, folder, prepared.config) as terminal:
+        outcomes = simulate(work, prepared.config.workers)
+    comm = min(comms, key=lambda workers: workers.rank)
+    summary = summarize(prepared, outcomes[0], comm, took_turns=True)
+    folder.finish(summary, outcomes[0].model if keep_model else None)
+    return summary
 
 
 def _run_processes(config: RunConfig, console: Console) -> Summary | None:
@@ -87,7 +95,10 @@ def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
         return None
     with Terminal(console, folder, config) as terminal:
         outcome = train(prepared, workers, terminal)
-    return _end(prepared, outcome, workers, folder, console)
+    summary = summarize(prepared, outcome, workers, took_turns=False)
+    folder.finish(summary, outcome.model)
+    _tell_end(summary, folder, console)
+    return summary
 
 
 def _prepared(config: RunConfig) -> Prepared:
@@ -106,12 +117,9 @@ def _begin(config: RunConfig, console: Console) -> tuple[Prepared, RunFolder]:
         raise UsageError(str(error)) from error
 
 
-def _end(prepared: Prepared, outcome: Outcome, workers: Comm, folder: RunFolder, console: Console) -> Summary:
-    summary = summarize(prepared, outcome, workers)
-    folder.finish(summary, outcome.model)
+def _tell_end(summary: Summary, folder: RunFolder, console: Console) -> None:
     print_summary(summary, console)
-    console.print(f"everything is in {folder.path}/", highlight=False)
-    return summary
+    console.print(f"everything is in {folder.path}/", highlight=False, soft_wrap=True)
 
 
 def _compare(workers: Comm, prepared: Prepared) -> None:
@@ -137,8 +145,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def summary_dict(summary: Summary) -> dict[str, Any]:
-    """A summary as plain values."""
-    return asdict(summary)

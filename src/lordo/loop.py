@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from lordo.accounting import Weight, weights_of
-from lordo.config import RunConfig, TrainConfig
+from lordo.config import DataConfig, RunConfig, TrainConfig
 from lordo.data import VOCABULARY, Shard, Splits, load_blocks, spread
 from lordo.evaluate import Evaluation, evaluate
 from lordo.lowrank import overlap
@@ -23,15 +24,21 @@ from lordo.sync import Comm, Solo
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run whose settings, data and method were checked and loaded; what all workers share."""
+class Outline:
+    """What shapes alone tell of a run: its method with all settings, and what is low-rank."""
 
     config: RunConfig
     method: Method
-    splits: Splits
     settings: dict[str, Any]
     groups: ParamGroups
     weights: list[Weight]
+
+
+@dataclass(frozen=True)
+class Prepared(Outline):
+    """A run whose settings, data and method were checked and loaded; what all workers share."""
+
+    splits: Splits
 
 
 @dataclass
@@ -85,20 +92,33 @@ class Observer(Protocol):
         """A step that is logged or evaluated is done."""
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = load_blocks) -> Prepared:
     """Check what can be checked before any worker starts, and load the text.
+
+    Args:
+        config: the run. load: how the text is read, by data settings and seed.
+
+    Raises:
+        ValueError: one sentence saying what cannot work and what to do.
+    """
+    shapes = outline(config)
+    splits = load(config.data, config.seed)
+    Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
+    spread(splits.validation, config.train.eval_sequences)
+    return Prepared(**vars(shapes), splits=splits)
+
+
+def outline(config: RunConfig) -> Outline:
+    """Check model, method and settings on shapes alone: nothing is allocated, read or downloaded.
 
     Raises:
         ValueError: one sentence saying what cannot work and what to do.
     """
     method = find(config.method.name)
-    splits = load_blocks(config.data, config.seed)
-    Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
-    spread(splits.validation, config.train.eval_sequences)
-    with torch.device("meta"):  # shapes alone: finds what is wrong with model and settings, and costs nothing
+    with torch.device("meta"):
         model, groups, optimizer = build(config, method, Solo())
     check_fits(model, vocabulary=VOCABULARY, sequence_length=config.data.sequence_length)
-    return Prepared(config, method, splits, optimizer.defaults, groups, weights_of(optimizer.param_groups))
+    return Outline(config, method, optimizer.defaults, groups, weights_of(optimizer.param_groups))
 
 
 def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -> Outcome:
@@ -118,7 +138,9 @@ def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -
     return _Loop(config, workers, model, optimizer, shard, observer, device).run(validation)
 
 
-def build(config: RunConfig, method: Method, workers: Comm, device: str | torch.device = "meta") -> tuple[PreTrainedModel, ParamGroups, DistributedOptimizer]:
+def build(
+    config: RunConfig, method: Method, workers: Comm, device: str | torch.device = "meta"
+) -> tuple[PreTrainedModel, ParamGroups, DistributedOptimizer]:
     """Model, parameter groups and optimizer of one worker."""
     given = config.method.settings()
     settings = method.resolve({"lr": config.method.lr, **given})

@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import tyro
-
-from lordo.config import ConfigError, RunConfig, load
+from lordo.config import ConfigError, RunConfig, Settings, load
 
 
 def load_with_options(path: str, options: Sequence[str], *, command: str) -> RunConfig:
     """Read a recipe, and let options replace its settings.
 
     Args:
-        path: the recipe. options: from the command line. command: how the command is called, for its help.
+        path: the recipe. options: `--name value` or `--name=value`, values as in TOML, bare words are strings. command: for the help.
 
     Raises:
-        ConfigError: the recipe cannot be used.
-        SystemExit: 2 for an option that does not exist or has a wrong value (tyro has then said so); 0 for --help.
+        ConfigError: the recipe or an option cannot be used.
+        SystemExit: 0 after --help.
     """
-    config = load(path)
-    if not options:
-        return config
-    return tyro.cli(RunConfig, default=config, args=list(options), prog=f"{command} {path}", description="Settings of a run.")
+    if "-h" in options or "--help" in options:
+        print("\n".join(help_lines(load(path), f"{command} {path}")))
+        raise SystemExit(0)
+    return load(path, dict(_pairs(options)))
 
 
-__all__ = ["ConfigError", "load_with_options"]
+def _pairs(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Name and value of each option."""
+    rest = list(options)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if not name.startswith("--") or name == "--":
+            raise ConfigError(f"unexpected {word!r}: options are written --section.setting value, such as --method.rank 8")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"option {word} lacks a value: write {word} value")
+            text = rest.pop(0)
+        yield name.removeprefix("--"), toml_value(text)
+
+
+def toml_value(text: str) -> Any:
+    """A value as TOML reads it; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def help_lines(config: RunConfig, usage: str) -> list[str]:
+    """Every setting with what it means and its value in this recipe."""
+    return [f"usage: {usage} [--SECTION.SETTING VALUE …]", "", *_described(config, "")]
+
+
+def _described(settings: Settings, prefix: str) -> Iterator[str]:
+    tables = []
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            tables.append((name, value, field.description))
+            continue
+        yield f"  --{prefix}{name}  (here: {'not set' if value is None else value})"
+        yield f"      {field.description}"
+    for name, value, description in tables:
+        yield from ("", f"[{prefix}{name}] {description}", *_described(value, f"{prefix}{name}."))

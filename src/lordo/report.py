@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from lordo.accounting import adamw_state_bytes, measured_state_bytes, state_bytes, traffic
 from lordo.config import RunConfig, dump
@@ -35,6 +39,7 @@ class Summary:
         ddp_bytes: what DDP with AdamW sends for the same steps. state_bytes: optimizer state per worker and kind, measured.
         state_predicted: the same from shapes alone. adamw_bytes: what torch's AdamW holds for the same weights.
         seconds: of the training, split into compute, basis refresh, communication, evaluation.
+        took_turns: whether the workers shared this process: seconds are then of all of them together.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Summary:
     state_predicted: dict[str, int]
     adamw_bytes: int
     seconds: dict[str, float]
+    took_turns: bool
     skipped_steps: int
     environment: dict[str, str]
 
@@ -67,7 +73,7 @@ class Summary:
         return sum(self.state_bytes.values())
 
 
-def summarize(prepared: Prepared, outcome: Outcome, workers: Comm) -> Summary:
+def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, took_turns: bool) -> Summary:
     """The summary of a finished run, as worker 0 sees it."""
     config, settings, weights = prepared.config, prepared.settings, prepared.weights
     steps, num_workers = config.train.steps, workers.size
@@ -92,6 +98,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm) -> Summary:
         state_predicted=dict(state_bytes(prepared.method, weights, settings)),
         adamw_bytes=adamw_state_bytes(weights),
         seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
+        took_turns=took_turns,
         skipped_steps=outcome.skipped_steps,
         environment=environment(),
     )
@@ -130,13 +137,14 @@ def _git(*arguments: str) -> str:
 class RunFolder:
     """`<output>/<name>/`, or `<name>-2`, … where that exists: nothing of an earlier run is overwritten."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Make the folder and write the resolved settings into it.
+    def __init__(self, config: RunConfig, *, path: Path | None = None) -> None:
+        """Make the folder (at `path` if that is given) and write the resolved settings into it.
 
         Raises:
             ValueError: it cannot be made.
         """
-        self.path = _new_folder(Path(config.output), config.name)
+        self.path = _new_folder(Path(config.output), config.name) if path is None else path
+        self.path.mkdir(parents=True, exist_ok=True)
         dump(config, self.path / "config.toml")
         self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
 
@@ -145,13 +153,35 @@ class RunFolder:
         self._metrics.write(json.dumps(asdict(progress)) + "\n")
         self._metrics.flush()
 
-    def finish(self, summary: Summary, model: PreTrainedModel) -> None:
-        """Write the table as text and JSON, and the model as `from_pretrained` reads it."""
+    def finish(self, summary: Summary, model: PreTrainedModel | None) -> None:
+        """Write the model as `from_pretrained` reads it, the table as text and, last, as JSON: a folder that has that is finished."""
         self._metrics.close()
-        (self.path / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        if model is not None:
+            with no_progress_bars():
+                model.save_pretrained(self.path / "model")
         with (self.path / "summary.txt").open("w", encoding="utf-8") as file:
-            print_summary(summary, Console(file=file, width=110))
-        model.save_pretrained(self.path / "model")
+            print_summary(summary, wide_console(file))
+        (self.path / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def load_summary(path: Path) -> Summary | None:
+    """The summary of a finished run's folder; None of any other."""
+    try:
+        return Summary(**json.loads((path / "summary.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over the terminal."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _new_folder(output: Path, name: str) -> Path:
@@ -201,6 +231,22 @@ class Terminal:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
+WIDTH = 150  # of tables: a narrower terminal wraps their lines, but nothing is cut off
+
+
+def wide_console(file: IO[str] | None = None) -> Console:
+    """A console on which wide tables keep their columns whole."""
+    return Console(file=file, width=max(WIDTH, shutil.get_terminal_size().columns))
+
+
+def plain_table(*columns: str, title: str | None = None) -> Table:
+    """A table without frames; the first column is a name, the others are numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
 def progress_line(progress: Progress, steps: int) -> str:
     """Step, loss with its spread over workers, speed, traffic, steps to the next synchronisation."""
     parts = [
@@ -239,10 +285,8 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
 
 def print_summary(summary: Summary, console: Console) -> None:
     """The table at the end of a run."""
-    table = Table(title=f"{summary.name}: {summary.method}, {summary.workers} workers, {summary.steps} steps", title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("against", overflow="fold")
+    table = plain_table("what", "value", title=f"{summary.name}: {summary.method}, {summary.workers} workers, {summary.steps} steps")
+    table.add_column("against")
     for row in summary_rows(summary):
         table.add_row(*row)
     console.print(table)
@@ -253,15 +297,16 @@ def print_summary(summary: Summary, console: Console) -> None:
 def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     """What, value, and what it is to be held against."""
     total = sum(summary.seconds.values())
-    ddp = f"{times(summary.ddp_bytes, summary.sent)} than DDP AdamW ({human_bytes(summary.ddp_bytes)})" if summary.sent else "nothing is sent"
+    ddp = f"{times(summary.ddp_bytes, summary.sent)} than DDP AdamW ({human_bytes(summary.ddp_bytes)})"
+    adamw = f"{times(summary.adamw_bytes, summary.held)} than AdamW ({human_bytes(summary.adamw_bytes)})"
     parts = ", ".join(f"{tag} {human_bytes(size)}" for tag, size in summary.bytes_sent.items() if size)
     moments = sum(summary.state_bytes.get(kind, 0) for kind in ("exp_avg", "exp_avg_sq", "basis", "step"))
     kept = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in summary.state_bytes.items() if kind not in ("step",))
     rows = [
         ("validation perplexity", f"{summary.perplexity:.4f}", f"averaged model; {summary.bits_per_token:.4f} bits per token"),
-        ("bytes sent per worker", human_bytes(summary.sent), ddp),
+        ("bytes sent per worker", human_bytes(summary.sent), ddp if summary.sent else "one worker sends nothing"),
         ("", "", parts),
-        ("optimizer bytes on device", human_bytes(summary.held), f"{times(summary.adamw_bytes, summary.held)} than AdamW ({human_bytes(summary.adamw_bytes)})"),
+        ("optimizer bytes on device", human_bytes(summary.held), adamw),
         ("of which moments and basis", human_bytes(moments), f"{times(summary.adamw_bytes, moments)} than AdamW"),
         ("", "", kept),
         ("seconds", f"{total:.1f}", f"{summary.tokens / max(total, 1e-9):,.0f} tokens/s of all workers"),
@@ -286,8 +331,3 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     raise AssertionError
-
-
-def warn_line(text: Any) -> None:
-    """A line to standard error."""
-    print(f"lordo: {text}", file=sys.stderr)

@@ -35,8 +35,8 @@ def _gradient_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str,
     taken = int(state["step"])
     if taken and (taken + 1 - options["basis_offset"]) % options["basis_every"]:
         return None
-    fresh = 0 if taken else options["rank"]
-    return leading_subspace(signal, state["basis"], method=options["basis"], seed=(0, "", taken), fresh=fresh)
+    more = {} if taken else {"fresh": options["rank"]}
+    return leading_subspace(signal, state["basis"], method=options["basis"], seed=(0, "", taken), **more)
 
 
 def _momentum_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> Tensor | None:

@@ -1,0 +1,149 @@
+"""`lordo plan`: what every method would send, hold and take, from the recipe alone; nothing is run or downloaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lordo.accounting import Weight, adamw_state_bytes, state_bytes, traffic
+from lordo.compare import member_config
+from lordo.config import RunConfig
+from lordo.launch import UsageError
+from lordo.loop import outline
+from lordo.methods import METHODS, Method, find
+from lordo.options import load_with_options
+from lordo.report import human_bytes, plain_table, wide_console
+from lordo.units import bandwidth
+
+NOTES = """\
+Per worker, on average. T steps of M workers with K steps between synchronisations; N bytes averaged cost a ring all-reduce of
+2 (M−1)/M · N, a basis costs a broadcast of (M−1)/M · its bytes. Memory is weights, gradients and optimizer state; activations
+come on top. Seconds = compute + bytes · 8 / bandwidth, without overlap or latency; compute of a step =
+6 · parameters · tokens / ({tflops:g} · 10¹² per second)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of one method would cost one worker.
+
+    Attributes:
+        sent: bytes in the whole run. num_syncs: exchanges in it. state: bytes of optimizer state. memory: with weights and gradients.
+        compute_seconds, link_seconds: of the whole run. round_steps: K. steps: T. ddp_sent, adamw_state: the references.
+    """
+
+    method: str
+    sent: int
+    num_syncs: int
+    state: int
+    memory: int
+    compute_seconds: float
+    link_seconds: float
+    round_steps: int
+    steps: int
+    ddp_sent: int
+    adamw_state: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.compute_seconds + self.link_seconds
+
+
+def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: float) -> Plan:
+    """The costs of a method for a recipe.
+
+    Args:
+        config: the recipe. method: any row. bits_per_second: of each worker's link. flops: sustained, per worker and second.
+    """
+    own = member_config(config, method, (), lr=config.method.lr, seed=config.seed)
+    shapes = outline(own)
+    settings, weights = shapes.settings, shapes.weights
+    ddp, steps, workers = METHODS["ddp-adamw"], config.train.steps, config.workers
+    sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
+    state = state_bytes(method, weights, settings).total()
+    tokens = config.batch.per_worker_sequences * config.data.sequence_length
+    return Plan(
+        method=method.name,
+        sent=sent,
+        num_syncs=steps if method.averages_gradients else max(steps // settings["sync_every"], 1),
+        state=state,
+        memory=state + 2 * sum(w.numel * w.dtype.itemsize for w in weights),
+        compute_seconds=steps * step_seconds(weights, tokens, flops),
+        link_seconds=sent * 8 / bits_per_second,
+        round_steps=config.method.sync_every or settings["sync_every"],
+        steps=steps,
+        ddp_sent=traffic(ddp, weights, ddp.resolve({}), steps=steps, num_workers=workers).total(),
+        adamw_state=adamw_state_bytes(weights),
+    )
+
+
+def step_seconds(weights: Sequence[Weight], tokens: int, flops: float) -> float:
+    """Seconds of one step's forward and backward on one worker: 6 operations per parameter and token."""
+    return 6 * sum(w.numel for w in weights) * tokens / flops
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan of every method asked for.
+
+    Raises:
+        UsageError, ConfigError: what was asked for cannot work.
+    """
+    asked, rest = parser().parse_known_args(arguments)
+    config = load_with_options(asked.recipe, rest, command="lordo plan")
+    try:
+        methods = [find(name) for name in (asked.methods.split(",") if asked.methods else METHODS)]
+        links = asked.bandwidth.split(",")
+        if asked.tflops <= 0:
+            raise ValueError(f"--tflops must be above zero; got {asked.tflops:g}")
+        tables = [[plan(config, m, bits_per_second=bandwidth(link), flops=asked.tflops * 1e12) for m in methods] for link in links]
+        first = outline(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    console = wide_console()
+    numel = sum(w.numel for w in first.weights)
+    console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers, {config.train.steps} steps", highlight=False)
+    console.print(first.groups.table(), highlight=False, soft_wrap=True)
+    for link, plans in zip(links, tables, strict=True):
+        console.print(table(plans, link))
+    console.print(NOTES.format(tflops=asked.tflops), highlight=False, soft_wrap=True)
+    return 0
+
+
+def table(plans: Sequence[Plan], link: str) -> Table:
+    """The plans as a table."""
+    drawn = plain_table(
+        *("method", "sent/step", "sent/sync", "sent", "× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
+        title=f"at {link} per worker",
+    )
+    for p in plans:
+        drawn.add_row(
+            p.method,
+            human_bytes(p.sent / p.steps),
+            human_bytes(p.sent / p.num_syncs),
+            human_bytes(p.sent),
+            f"{p.ddp_sent / p.sent:.2f}" if p.sent else "–",
+            human_bytes(p.state),
+            f"{p.adamw_state / p.state:.2f}",
+            human_bytes(p.memory),
+            f"{p.seconds / p.steps * p.round_steps:.4g}",
+            f"{p.seconds:.4g}",
+            f"{p.link_seconds / p.seconds:.1%}",
+        )
+    return drawn
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `plan`; every other one is a setting of the recipe."""
+    p = argparse.ArgumentParser(
+        prog="lordo plan",
+        allow_abbrev=False,
+        description="What every method would send, hold and take. Any setting of the recipe may be given too (--workers 8).",
+    )
+    p.add_argument("recipe", help="the recipe")
+    p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
+    p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")
+    p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")
+    return p
