@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lordo
-from common import everything, parameters, randn
+from common import everything, parameters, randn, train
 from lordo.sync import WorkerError
 
 pytestmark = pytest.mark.usefixtures("rng_untouched")
@@ -242,11 +242,16 @@ def test_workers_that_call_different_things_are_told_which(kind):
     assert no_threads_left()
 
 
-def test_workers_with_one_tensor_between_them_are_told():
-    """A model built outside of the workers: its tensors would be summed into themselves, and all workers would train one model."""
-    shared = torch.ones(3)
-    with pytest.raises((WorkerError, ValueError, RuntimeError), match="share"):
-        lordo.simulate(lambda workers: workers.mean_([("x", shared)]), 2)
+def test_workers_with_one_model_between_them_are_told():
+    """A model built outside of the workers: all of them would train the same tensors, and sum them into themselves."""
+    params = parameters((6, 9), (5,))
+
+    def one_worker(workers):
+        optimizer = lordo.LoRDO(params, rank=2, lr=0.01, sync_every=2, workers=workers)
+        train(optimizer, params, 2, worker=workers.rank)
+
+    with pytest.raises((ValueError, WorkerError), match="share"):
+        lordo.simulate(one_worker, 2)
 
 
 # -- Ctrl+C ------------------------------------------------------------------------------------------------------------------------

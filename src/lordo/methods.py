@@ -40,6 +40,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay")
 _LOWRANK = ("rank", "basis")
 _LOCAL_UPDATE = ("sync_every", "outer", "outer_lr", "outer_momentum")
 _FULLRANK_TERM = ("omega", "error_feedback", "fullrank_signal", "fullrank_denominator", "sync_error_every")
+_WHOLE_OPTIMIZER = ("outer",)  # settings that decide which rules there are
 _MOMENT_PERIODS = ("sync_exp_avg_every", "sync_exp_avg_sq_every")
 
 
@@ -244,7 +245,7 @@ class DistributedOptimizer(LowRankAdam):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. All workers must do so at the same step."""
-        _refuse_misspelt(param_group, self.method)
+        _check_keys(param_group, self.method)
         super().add_param_group(param_group)
         self.param_groups[-1]["started"] = False
         self._agreed = False
@@ -358,6 +359,8 @@ class DistributedOptimizer(LowRankAdam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is alone; it refuses to step if the original was not."""
         super().__setstate__(state)
+        if "method" not in state:  # torch calls this from load_state_dict too, with state and groups alone
+            return
         num_workers = self._num_workers
         self._attach(Solo())
         self._num_workers = num_workers
@@ -376,11 +379,19 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
 
 
-def _refuse_misspelt(param_group: Mapping[str, Any], method: Method) -> None:
-    """torch keeps unknown keys of a group without a word; one that looks like a setting is a mistake."""
+def _check_keys(param_group: Mapping[str, Any], method: Method) -> None:
+    """Refuse what a group may not set; torch itself keeps any key without a word.
+
+    Raises:
+        ValueError: a setting that this method does not have, or a key that looks like a misspelt one.
+    """
+    known = {*method.settings, "params", "param_names", "rank"}
     for key in param_group:
-        if key not in {*method.settings, "params", "param_names", "rank"} and nearest(key, method.settings):
+        foreign = key in LOCAL_DEFAULTS or key in SYNC_DEFAULTS or nearest(key, method.settings)
+        if key not in known and foreign:
             raise ValueError(f"parameter group: {unknown('setting', key, method.settings)}")
+        if key in _WHOLE_OPTIMIZER:
+            raise ValueError(f"parameter group: {key} holds for all groups: give it to the optimizer")
 
 
 class LoRDO(DistributedOptimizer):

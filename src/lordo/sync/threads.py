@@ -39,11 +39,14 @@ class _Room:
         self.meetings = 0
         self.outcome: Any = None
         self.failure: BaseException | None = None
+        self.failed_rank: int | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
+        """End the simulation with an error, of a worker or (None) from outside."""
         with self.changed:
-            self.failure = self.failure or error
+            if self.failure is None:
+                self.failure, self.failed_rank = error, rank
             self.changed.notify_all()
 
     def wait_for_turn(self, rank: int) -> None:
@@ -190,7 +193,7 @@ def _work(fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[in
     except _Stopped:
         pass
     except BaseException as error:
-        room.fail(error)
+        room.fail(error, rank)
 
 
 def _join_any(threads: list[threading.Thread]) -> None:
@@ -203,7 +206,8 @@ def _join_any(threads: list[threading.Thread]) -> None:
 
 def _stop(threads: list[threading.Thread], room: _Room) -> None:
     """After a failure, interrupt the worker that is computing (the others wake by themselves); then wait for all of them."""
-    if room.failure is not None and (ident := threads[room.turn].ident) is not None:
+    computing = room.turn if room.turn != room.failed_rank else None
+    if room.failure is not None and computing is not None and (ident := threads[computing].ident) is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stopped))
     for thread in threads:
         if thread.ident is not None:
