@@ -1,5 +1,7 @@
 """What the tests of the core share: random tensors that leave the global generator alone, and training on given gradients."""
 
+import io
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,3 +73,22 @@ def run_workers(shapes, *, num_workers: int, steps: int, dtype=torch.float32, **
         return optimizer
 
     return lordo.simulate(one_worker, num_workers)
+
+
+def scaled_step(scaler, optimizer, params, *, step, worker=0, inf=False):
+    """One step with a GradScaler on a loss whose gradients are those of `give_gradients`."""
+    optimizer.zero_grad()
+    G = [randn(*p.shape, seed=10_000 * step + 100 * worker + i, dtype=p.dtype) for i, p in enumerate(params)]
+    scaler.scale(sum((p * g).sum() for p, g in zip(params, G, strict=True))).backward()
+    if inf:
+        params[0].grad.view(-1)[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def reloaded(state_dict):
+    """Through a file, as a checkpoint is: without pickled objects."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

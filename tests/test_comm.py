@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 import lordo
 from common import randn
 from lordo.sync import Solo, WorkerError, as_comm, comm, wire
-from lordo.sync.wire import ALONE_ELEMENTS, BUCKET_ELEMENTS, Piece, all_reduce_moves, broadcast_moves, buckets, sent_bytes, travels_alone, wire_bytes
+from lordo.sync.wire import (
+    ALONE_ELEMENTS,
+    BUCKET_ELEMENTS,
+    Piece,
+    all_reduce_moves,
+    broadcast_moves,
+    buckets,
+    sent_bytes,
+    travels_alone,
+    wire_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("rng_untouched")
 
@@ -201,7 +211,14 @@ def test_bf16_means_are_formed_in_float32():
 
 @pytest.mark.parametrize("source", [0, 1, 2])
 def test_send_copies_bits_from_the_source(source):
-    kinds = [(torch.float32, (3, 4)), (torch.bfloat16, (2,)), (torch.float32, ()), (torch.float64, (0,)), (torch.float64, (5,)), (torch.int64, (2, 2))]
+    kinds = [
+        (torch.float32, (3, 4)),
+        (torch.bfloat16, (2,)),
+        (torch.float32, ()),
+        (torch.float64, (0,)),
+        (torch.float64, (5,)),
+        (torch.int64, (2, 2)),
+    ]
 
     def tensors_of(worker):
         made = [(10 * randn(*shape, seed=10 * worker + i)).to(dtype) for i, (dtype, shape) in enumerate(kinds)]

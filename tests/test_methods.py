@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lordo
 from lordo.accounting import measured_state_bytes, state_bytes, traffic, weights_of
+from lordo.config import MethodConfig
 from lordo.lowrank import leading_subspace, lift, rotate_moments
 from lordo.methods import METHODS, DistributedOptimizer
 
@@ -151,6 +152,11 @@ def test_refuses_what_it_does_not_have(name):
     for setting in {"omega", "basis_every", "outer", "rank", "sync_every"} - set(method.settings):
         with pytest.raises(ValueError, match=f"method '{name}': unknown setting '{setting}'"):
             build(name, **{setting: 1})
+
+
+@ROWS
+def test_a_recipe_can_give_every_setting(name):
+    assert set(METHODS[name].settings) <= set(MethodConfig.model_fields)
 
 
 def test_unknown_method_gives_the_nearest_name():

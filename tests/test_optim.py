@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import math
 import pickle
 import warnings
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lordo
-from common import assert_same_bits, everything, give_gradients, parameters, randn, train
+from common import assert_same_bits, everything, give_gradients, parameters, randn, reloaded, scaled_step, train
 from lordo.optim import fullrank_step
 from lordo.optim.local import MAX_SKIPPED_IN_A_ROW
 
@@ -733,17 +732,6 @@ def test_gradients_of_all_zeros_are_no_trouble():
         assert torch.equal(p, q)
 
 
-def scaled_step(scaler, optimizer, params, *, step, worker=0, inf=False):
-    """One step with a GradScaler on a loss whose gradients are those of `give_gradients`."""
-    optimizer.zero_grad()
-    G = [randn(*p.shape, seed=10_000 * step + 100 * worker + i, dtype=p.dtype) for i, p in enumerate(params)]
-    scaler.scale(sum((p * g).sum() for p, g in zip(params, G, strict=True))).backward()
-    if inf:
-        params[0].grad.view(-1)[0] = math.inf
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def test_a_grad_scaler_changes_nothing_but_the_scale():
     params, plain = parameters(*SHAPES, dtype=torch.float64), parameters(*SHAPES, dtype=torch.float64)
     optimizer, other = lordo.LoRDO(params, **OPTIONS), lordo.LoRDO(plain, **OPTIONS)
@@ -803,14 +791,6 @@ def test_a_copy_continues_like_the_original(how, taken):
     train(optimizer, params, range(taken + 1, 9))
     assert_same_bits(everything(optimizer), everything(twin))
     assert twin.steps_taken == 8
-
-
-def reloaded(state_dict):
-    """Through a file, as a checkpoint is: without pickled objects."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resumed(optimizer, params, shapes, *, dtype=torch.float32, **options):
@@ -1034,7 +1014,7 @@ def test_a_group_cannot_have_a_setting_of_another_method():
 
 
 def test_a_missing_rank_is_asked_for():
-    with pytest.raises(ValueError, match="rank is missing: give rank=…, or use lordo.param_groups"):
+    with pytest.raises(ValueError, match=r"rank is missing: give rank=…, or use lordo\.param_groups"):
         lordo.LoRDO(parameters((6, 9)))
     with pytest.raises(ValueError, match="rank is missing"):
         lordo.LoRDO([{"params": parameters((6, 9)), "rank": 2}, {"params": parameters((5,))}])
@@ -1049,7 +1029,7 @@ def test_parameters_that_are_not_real_numbers_are_refused(dtype):
 
 @pytest.mark.parametrize("rank", [2, None])
 def test_sparse_parameters_are_refused(rank):
-    with pytest.raises(TypeError, match="dense|sparse"):
+    with pytest.raises(TypeError, match=r"dense|sparse"):
         lordo.LoRDO([nn.Parameter(torch.eye(6).to_sparse())], **OPTIONS | {"rank": rank})
 
 
@@ -1058,7 +1038,7 @@ def test_sparse_gradients_are_refused():
         embedding = nn.Embedding(11, 6, sparse=True)
     optimizer = lordo.LoRDO(embedding.named_parameters(), **OPTIONS)
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TypeError, match="the gradient of 'weight' is torch.sparse_coo; LoRDO needs dense gradients"):
+    with pytest.raises(TypeError, match=r"the gradient of 'weight' is torch\.sparse_coo; LoRDO needs dense gradients"):
         optimizer.step()
 
 

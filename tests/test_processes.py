@@ -30,7 +30,9 @@ OPTIONS = {"lr": 0.01, "rank": 2, "sync_every": 3, "sync_exp_avg_every": 2, "wei
 def in_processes(fn, num_workers: int, folder, *, seconds: float = 60, joins: bool = True):
     """Run `fn(rank, size)` in forked processes joined in a gloo group; what each returned (tensors, numbers, strings)."""
     rendezvous = folder / f"rendezvous{time.monotonic_ns()}"
-    context = mp.start_processes(_process, (fn, num_workers, str(rendezvous), str(folder), joins), num_workers, join=False, start_method="fork")
+    context = mp.start_processes(
+        _process, (fn, num_workers, str(rendezvous), str(folder), joins), num_workers, join=False, start_method="fork"
+    )
     deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1):
@@ -60,13 +62,21 @@ def trained(workers):
     losses = []
     for step in range(1, 8):
         optimizer.zero_grad()
-        loss = (params[0] @ inputs).square().mean() + sum((p * randn(*p.shape, seed=100 * step + optimizer.workers.rank)).mean() for p in params)
+        loss = (params[0] @ inputs).square().mean() + sum(
+            (p * randn(*p.shape, seed=100 * step + optimizer.workers.rank)).mean() for p in params
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     state = {name: t for name, t in everything(optimizer).items() if not name.endswith(("basis", "exp_avg", "exp_avg_sq"))}
     bases = [optimizer.state[p]["basis"] for p in params[:3]]
-    return {"losses": losses, "state": state, "bases": bases, "moved": dict(optimizer.workers.moved), "sent": optimizer.workers.bytes_sent()}
+    return {
+        "losses": losses,
+        "state": state,
+        "bases": bases,
+        "moved": dict(optimizer.workers.moved),
+        "sent": optimizer.workers.bytes_sent(),
+    }
 
 
 def check_same(processes, threads):

@@ -136,7 +136,15 @@ def test_only_matrices_are_low_rank(shape, kind):
 
 @pytest.mark.parametrize(
     ("shape", "rank", "expected"),
-    [((6, 9), 5, True), ((6, 9), 6, False), ((9, 6), 5, True), ((6, 6), 5, True), ((0, 5), 1, False), ((1, 5), 1, False), ((6, 9), None, False)],
+    [
+        ((6, 9), 5, True),
+        ((6, 9), 6, False),
+        ((9, 6), 5, True),
+        ((6, 6), 5, True),
+        ((0, 5), 1, False),
+        ((1, 5), 1, False),
+        ((6, 9), None, False),
+    ],
 )
 def test_is_lowrank(shape, rank, expected):
     assert is_lowrank(shape, rank) is expected
@@ -152,7 +160,12 @@ def test_wrappers_change_neither_names_nor_routes():
             super().__init__()
             self.add_module(name, inner)
 
-    for wrapped in (torch.compile(model), Wrapper(model, "module"), Wrapper(torch.compile(model), "module"), torch.compile(Wrapper(model, "module"))):
+    for wrapped in (
+        torch.compile(model),
+        Wrapper(model, "module"),
+        Wrapper(torch.compile(model), "module"),
+        torch.compile(Wrapper(model, "module")),
+    ):
         assert reasons(param_groups(wrapped, rank=4)) == reasons(plain)
 
 
@@ -173,7 +186,7 @@ def test_clean_name(name, clean):
 
 
 def test_two_parameters_do_not_come_to_the_same_name():
-    """A model with a submodule called "module" is not a wrapper: names stay apart, or the order of the workers' collectives is not defined."""
+    """A model with a submodule called "module" is not a wrapper: names stay apart, for collectives go by name."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lordo.config import CompareConfig, ConfigError, DataConfig, RunConfig, dumps, override
+from lordo.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig, dumps, override
 from lordo.data import Splits, load_blocks
 from lordo.launch import UsageError, run_in_threads
 from lordo.loop import prepare
@@ -179,7 +179,8 @@ def _together(text: str) -> list[Variant]:
 def member_config(config: RunConfig, method: Method, variant: Variant, *, lr: float, seed: int) -> RunConfig:
     """The recipe with this method: settings it does not have are left out, so that one recipe serves all methods."""
     settings = {f"method.{name}": None for name in config.method.settings() if name not in method.settings}
-    varied = {name: value for name, value in variant if not name.startswith("method.") or name.split(".", 1)[1] in method.settings}
+    foreign = {f"method.{name}" for name in MethodConfig.model_fields if name not in (*method.settings, "name")}
+    varied = {name: value for name, value in variant if name not in foreign}
     return override(config, {**settings, **varied, "method.name": method.name, "method.lr": lr, "seed": seed})
 
 

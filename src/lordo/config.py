@@ -121,6 +121,15 @@ class MethodConfig(Settings):
     basis: BasisMethod | None = None
     """How a basis is computed: "svd" is exact, "subspace" cheap, "auto" chooses by the size of the weight."""
 
+    basis_every: Count | None = None
+    """Steps between two bases of GaLore."""
+
+    scale: NotNegative | None = None
+    """Factor of GaLore's low-rank steps."""
+
+    basis_interpolation: Fraction | None = None
+    """LDAdam's ρ: share of the momentum, against the gradient, in what the basis is taken from."""
+
     outer: Literal["none", "nesterov"] | None = None
     """Outer optimizer applied to the averaged change of the weights."""
 
