@@ -65,7 +65,8 @@ def parse() -> argparse.Namespace:
 
 def shapes_125m(layers: int, *, embedding: bool) -> list[tuple[int, int]]:
     """q, k, v, o; gate, up, down of each layer; and the embedding."""
-    return [(768, 768), (768, 768), (768, 768), (768, 768), (2048, 768), (2048, 768), (768, 2048)] * layers + [(VOCABULARY, 768)] * embedding
+    layer = [(768, 768)] * 4 + [(2048, 768)] * 2 + [(768, 2048)]
+    return layer * layers + [(VOCABULARY, 768)] * embedding
 
 
 def build(shapes: list[tuple[int, int]], device: str) -> dict[str, Callable[[], object]]:

@@ -55,7 +55,7 @@ def test_predicted_bytes_are_the_counted_bytes(name):
     method = lordo.METHODS[name]
 
     @given(runs(method))
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, derandomize=True)
     def holds(run):
         given_settings, parameters, num_workers, steps, final_average = run
 

@@ -255,7 +255,10 @@ def processes(*command: str, mark: str = "") -> subprocess.Popen:
     )
 
 
-TORCHRUN = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "4", "-m", "lordo")
+def torchrun(num_processes: int) -> list[str]:
+    """One launch, at a port that is free."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(num_processes)]
+    return ["torch.distributed.run", *meeting, "-m", "lordo"]
 
 
 def assert_ends_well(*started: subprocess.Popen) -> list[str]:
@@ -285,7 +288,7 @@ def assert_same_run(folder: Path, finished: Run) -> None:
 
 @pytest.mark.slow
 def test_processes_train_as_the_workers_of_one_process_do(finished, tmp_path):
-    [printed] = assert_ends_well(processes(*TORCHRUN, "train", str(finished.recipe), "--output", str(tmp_path)))
+    [printed] = assert_ends_well(processes(*torchrun(NUM_WORKERS), "train", str(finished.recipe), "--output", str(tmp_path)))
     assert_same_run(tmp_path / "micro", finished)
     assert os.listdir(tmp_path) == ["micro"]  # one folder, from worker 0
     assert printed.count(f"step {STEPS}/{STEPS}") == 1
@@ -350,11 +353,12 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def training(recipe: Path, *command: str) -> Iterator[tuple[subprocess.Popen, str]]:
+def training(recipe: Path, *command: str, num_workers: int = NUM_WORKERS) -> Iterator[tuple[subprocess.Popen, str]]:
     """A run that would go on for hours, in the middle of its training; whatever is left of it at the end is killed."""
     mark = str(uuid.uuid4())
-    endless = ["--train.steps", "1000000", "--train.schedule", "constant", "--output", str(recipe.parent / mark)]
-    process = processes(*command, "train", str(recipe), *endless, mark=mark)
+    endless = ["--train.steps", "1000000", "--train.schedule", "constant"]
+    options = ["--workers", str(num_workers), "--output", str(recipe.parent / mark)]
+    process = processes(*command, "train", str(recipe), *endless, *options, mark=mark)
     metrics = recipe.parent / mark / "micro" / "metrics.jsonl"
     try:
         assert wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > SYNC_EVERY, seconds=90)
@@ -391,8 +395,8 @@ def test_ctrl_c_stops_the_workers_of_one_process(finished):
 @pytest.mark.slow
 @needs_proc
 def test_ctrl_c_stops_the_processes_of_torchrun(finished):
-    with training(finished.recipe, *TORCHRUN) as (process, mark):
-        assert len(survivors(mark)) == 1 + NUM_WORKERS
+    with training(finished.recipe, *torchrun(2), num_workers=2) as (process, mark):
+        assert len(survivors(mark)) == 1 + 2
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=30)
@@ -400,7 +404,7 @@ def test_ctrl_c_stops_the_processes_of_torchrun(finished):
         assert wait_until(lambda: survivors(mark) == [], seconds=1)
 
     assert process.returncode != 0
-    assert seconds < 10  # four interpreters that end, on two cores
+    assert seconds < 5  # most of it is what interpreters with all of transformers loaded need to end
     assert "terminate called" not in errors
     assert "lordo: interrupted" in errors
     assert errors.count("Traceback") <= 1  # torchrun's own

@@ -161,7 +161,7 @@ def _fresh_columns(basis: Tensor, num: int, seed: tuple[int, str, int]) -> Tenso
     """(m, num) random columns from a generator of their own, drawn on the CPU so that every device agrees."""
     run, name, step = seed
     generator = torch.Generator().manual_seed(zlib.crc32(f"{run}/{name}/{step}".encode()))
-    columns = torch.randn(basis.shape[0], num, generator=generator, dtype=torch.float64)
+    columns = torch.randn(basis.shape[0], num, generator=generator, dtype=torch.float64, device="cpu")
     return columns.to(basis.device, basis.dtype)
 
 

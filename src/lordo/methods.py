@@ -15,7 +15,7 @@ from torch.optim.optimizer import required
 
 from lordo.lowrank import BasisMethod
 from lordo.optim import LowRankAdam, is_lowrank
-from lordo.optim.local import evaluate
+from lordo.optim.local import evaluate, without_autocast
 from lordo.optim.options import LOCAL_DEFAULTS, check_range, check_whole
 from lordo.suggest import nearest, unknown
 from lordo.sync import Comm, Solo, as_comm
@@ -42,6 +42,8 @@ _LOCAL_UPDATE = ("sync_every", "outer", "outer_lr", "outer_momentum")
 _FULLRANK_TERM = ("omega", "error_feedback", "fullrank_signal", "fullrank_denominator", "sync_error_every")
 _WHOLE_OPTIMIZER = ("outer",)  # settings that decide which rules there are
 _MOMENT_PERIODS = ("sync_exp_avg_every", "sync_exp_avg_sq_every")
+# What torch's learning-rate schedulers put into the groups.
+_SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,7 @@ class DistributedOptimizer(LowRankAdam):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. All workers must do so at the same step."""
+        param_group = dict(param_group)  # the caller's dict stays as it is: it may serve for another optimizer
         _check_keys(param_group, self.method)
         super().add_param_group(param_group)
         self.param_groups[-1]["started"] = False
@@ -282,18 +285,36 @@ class DistributedOptimizer(LowRankAdam):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Local step, and whatever is due after it. Returns what the closure returns."""
         loss = evaluate(closure)
+        with without_autocast(self):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         number = self.steps_taken + 1
+        self.check_gradients()
         self.start()
         for rule in self.before:
-            if not (self._gradients_averaged and isinstance(rule, AverageGradients)):
-                rule(self, self.workers, number)
+            if isinstance(rule, AverageGradients):
+                if self._gradients_averaged:
+                    continue
+                self._unscale_gradients()
+            rule(self, self.workers, number)
         self._gradients_averaged = False
         for group in self.param_groups:
             group["started"] = True
         self.local_step()
         for rule in self.after:
             rule(self, self.workers, number)
-        return loss
+
+    def _unscale_gradients(self) -> None:
+        """Take a GradScaler's factor out of the gradients before they are averaged: it may differ between workers."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for _, p, _ in self.named_members():
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+        self.grad_scale = None
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -347,7 +368,9 @@ class DistributedOptimizer(LowRankAdam):
         for p in new:
             if "anchor" in self.state[p]:
                 self.state[p]["anchor"].copy_(p)  # the weights may have been loaded after the optimizer was built
-        check_agreement(self.named_members(), [_plain(g) for g in self.param_groups], self.workers, weights=bool(new))
+        members = self.named_members()
+        settings = [{"method": self.method.name, **_plain(g)} for g in self.param_groups]
+        check_agreement(members, settings, self.workers, weights=[m for m in members if not m[2]["started"]])
         self._agreed = True
 
     # -- copying, saving, loading --------------------------------------------------------------------------------------
@@ -369,7 +392,9 @@ class DistributedOptimizer(LowRankAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; workers compare notes again before the next step."""
         super().load_state_dict(state_dict)
-        self._agreed = False
+        self._agreed = self._gradients_averaged = False
+        self._averaged_at = 0
+        self.report = SyncReport(step=0)
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
@@ -385,7 +410,7 @@ def _check_keys(param_group: Mapping[str, Any], method: Method) -> None:
     Raises:
         ValueError: a setting that this method does not have, or a key that looks like a misspelt one.
     """
-    known = {*method.settings, "params", "param_names", "rank"}
+    known = {*method.settings, "params", "param_names", "rank", *_SCHEDULER_KEYS}
     for key in param_group:
         foreign = key in LOCAL_DEFAULTS or key in SYNC_DEFAULTS or nearest(key, method.settings)
         if key not in known and foreign:

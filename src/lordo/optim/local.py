@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lordo.optim.fullrank_step import fullrank_step_
 from lordo.optim.local_basis import local_basis
 from lordo.optim.lowrank_step import lowrank_step_
 from lordo.optim.options import LOCAL_DEFAULTS, check_options
-from lordo.optim.routing import clean_name, is_lowrank
+from lordo.optim.routing import clean_names, is_lowrank
 
 # Steps in a row that may be skipped for a non-finite gradient before it is an error.
 MAX_SKIPPED_IN_A_ROW = 20
@@ -59,7 +61,7 @@ class LowRankAdam(torch.optim.Optimizer):
             self.param_groups.pop()  # a refused group leaves the optimizer as it was
             raise
         for counter in ("steps_taken", "skipped_steps", "skipped_in_a_row"):
-            group[counter] = self.param_groups[0].get(counter, 0)
+            group[counter] = self.param_groups[0][counter] if len(self.param_groups) > 1 else 0
         for p in group["params"]:
             if p.requires_grad:
                 self.state[p] = self.new_state(p, group)
@@ -88,13 +90,12 @@ class LowRankAdam(torch.optim.Optimizer):
         return sorted(self._members(), key=lambda member: member[0])
 
     def _members(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        index = 0
+        raw = [name for group in self.param_groups for name in group.get("param_names", ())]
+        names = iter(clean_names(raw) if raw else (f"parameter {i:06d}" for i in count()))
         for group in self.param_groups:
-            names = group.get("param_names")
-            for i, p in enumerate(group["params"]):
+            for p, name in zip(group["params"], names, strict=False):
                 if p in self.state:
-                    yield clean_name(names[i]) if names else f"parameter {index:06d}", p, group
-                index += 1
+                    yield name, p, group
 
     def set_basis(self, p: Tensor, basis: Tensor) -> None:
         """Install a basis (m, r), carrying both moments into it."""
@@ -129,7 +130,9 @@ class LowRankAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step; returns what the closure returns."""
         loss = evaluate(closure)
-        self.local_step()
+        with without_autocast(self):
+            self.check_gradients()
+            self.local_step()
         return loss
 
     def local_step(self) -> None:
@@ -153,25 +156,31 @@ class LowRankAdam(torch.optim.Optimizer):
             fullrank_step_(fullrank, options)
 
     def _lowrank_step(self, p: Tensor, gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
-        signal = gradient
+        signal = gradient.to(state["exp_avg"].dtype)
         if "error" in state:
             signal = state["error"].add_(gradient)
         local_basis(canonical(signal), state, options)
         state["step"] += 1
         lowrank_step_(p, gradient, state, options)
 
+    def check_gradients(self) -> None:
+        """Refuse gradients that this step cannot use, before anything is sent.
+
+        Raises:
+            ValueError, TypeError: a gradient of a parameter that was frozen at first; a sparse one.
+        """
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p not in self.state):
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was built: add it by add_param_group")
+        for name, p, _ in self._members():
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(f"the gradient of '{name}' is {p.grad.layout}; LoRDO needs dense gradients (sparse=False)")
+
     def _nonfinite_gradient(self) -> str | None:
         """Name of a parameter whose gradient holds a NaN or an infinity."""
         named = [(name, p.grad) for name, p, _ in self._members() if p.grad is not None]
-        if not named:
-            return None
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p not in self.state):
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was built: add it by add_param_group")
-        for name, gradient in named:
-            if gradient.layout is not torch.strided:
-                raise TypeError(f"the gradient of '{name}' is {gradient.layout}; LoRDO needs dense gradients (sparse=False)")
-        peaks = torch._foreach_norm([gradient for _, gradient in named if gradient.numel()], ord=math.inf)
-        finite = torch.stack([peak.to(peaks[0].device, torch.float32) for peak in peaks]).isfinite() if peaks else None
+        filled = [gradient for _, gradient in named if gradient.numel()]
+        peaks = torch._foreach_norm(filled, ord=math.inf) if filled else []
+        finite = torch.stack([peak.isfinite().to(peaks[0].device) for peak in peaks]) if peaks else None
         if finite is None or bool(finite.all()):
             return None
         names = [name for name, gradient in named if gradient.numel()]
@@ -201,13 +210,44 @@ class LowRankAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping its dtypes (torch would cast moments to the dtype of the weights)."""
-        super().load_state_dict(state_dict)
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        self._check_state(state_dict)
+        loaded: dict[str, Any] = {}
+        handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final))  # after the user's hooks
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        saved_ids = [i for group in loaded["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for saved_id, p in zip(saved_ids, parameters, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
+            for key, value in loaded["state"].get(saved_id, {}).items():
                 own = self.state[p][key]
                 self.state[p][key] = value.detach().clone().to(device=own.device)
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the state of another optimizer or another model: it would train on in silence, without its bases."""
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, p in zip(saved_ids, parameters, strict=False):  # torch itself compares their numbers
+            own, saved = self.state.get(p, {}), state_dict["state"].get(saved_id, {})
+            if own.keys() != saved.keys():
+                raise ValueError(
+                    f"the loaded state of a parameter of shape {tuple(p.shape)} has {', '.join(sorted(saved)) or 'nothing'}, where this "
+                    f"optimizer has {', '.join(sorted(own)) or 'nothing'}: build it with the settings of the saved one"
+                )
+            for key, value in own.items():
+                if value.shape != saved[key].shape:
+                    raise ValueError(f"'{key}' has shape {tuple(saved[key].shape)} in the loaded state, {tuple(value.shape)} here")
+
+
+@contextmanager
+def without_autocast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Switch autocast off on the devices of the parameters: moments and bases are float32 wherever `step` is called."""
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    with ExitStack() as stack:
+        for device in devices - {"meta"}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -219,5 +259,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def _check_parameter(p: Tensor) -> None:
-    if not p.is_floating_point():
+    if p.layout is not torch.strided:
+        raise TypeError(f"LoRDO optimizes dense parameters; got a parameter of {p.layout}, shape {tuple(p.shape)}")
+    if not p.is_floating_point() or p.element_size() < 2:
         raise TypeError(f"LoRDO optimizes real floating-point parameters; got a parameter of {p.dtype}, shape {tuple(p.shape)}")

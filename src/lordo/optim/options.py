@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, get_args
+
+from torch import Tensor
 
 from lordo.lowrank import BasisMethod
 from lordo.updates import FullrankDenominator, FullrankSignal
@@ -54,12 +57,19 @@ def check_options(group: dict[str, Any]) -> None:
         check_whole("basis_every", group["basis_every"])
     check_range("scale", group["scale"], 0, math.inf)
     check_range("basis_interpolation", group["basis_interpolation"], 0, 1)
-    for i, beta in enumerate(group["betas"]):
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise (ValueError if isinstance(betas, Sequence) else TypeError)(f"betas must be two numbers; got {betas!r}")
+    if not isinstance(group["error_feedback"], bool):
+        raise TypeError(f"error_feedback must be True or False; got {group['error_feedback']!r}")
+    for i, beta in enumerate(betas):
         check_range(f"betas[{i}]", beta, 0, 1, high_included=False)
     if group["omega"] is not None:
         check_range("omega", group["omega"], 0, 1)
     for name in ("lr", "eps", "weight_decay"):
-        check_range(name, float(group[name]), 0, math.inf)
+        value = group[name]
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        check_range(name, number, 0, math.inf, high_included=False)
 
 
 def check_whole(name: str, value: Any, *, hint: str = "") -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lordo.optim.options import check_whole
 
 # Prefixes that wrappers put before a parameter's name (torch.compile, DistributedDataParallel).
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
@@ -18,6 +20,12 @@ def clean_name(name: str) -> str:
     for prefix in WRAPPER_PREFIXES:
         name = name.removeprefix(prefix).replace("." + prefix, ".")
     return name
+
+
+def clean_names(names: Sequence[str]) -> list[str]:
+    """All names cleaned, or as they are where two of them would become one."""
+    clean = [clean_name(name) for name in names]
+    return clean if len(set(clean)) == len(clean) else list(names)
 
 
 def is_lowrank(shape: torch.Size | tuple[int, ...], rank: int | None) -> bool:
@@ -66,8 +74,8 @@ def param_groups(model: nn.Module, *, rank: int | None) -> ParamGroups:
     Raises:
         ValueError: rank below 1, or a model without trainable parameters.
     """
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be at least 1, or None for full-rank only; got {rank}")
+    if rank is not None:
+        check_whole("rank", rank, hint=", or None for full-rank only")
     routes: list[Route] = []
     lowrank: list[tuple[str, Tensor]] = []
     fullrank: list[tuple[str, Tensor]] = []
@@ -88,8 +96,9 @@ def param_groups(model: nn.Module, *, rank: int | None) -> ParamGroups:
 def _reasons(model: nn.Module, rank: int | None) -> Iterator[tuple[str, Tensor, str]]:
     """Every parameter once, with the reason of its route; "matrix" is the low-rank one."""
     by_type = _vocabulary_weights(model)
-    for name, parameter in model.named_parameters():  # a tied weight is listed once
-        yield clean_name(name), parameter, by_type.get(parameter) or _reason_of_shape(parameter, rank)
+    names, parameters = zip(*model.named_parameters(), strict=True) if any(True for _ in model.parameters()) else ((), ())
+    for name, parameter in zip(clean_names(names), parameters, strict=True):  # a tied weight is listed once
+        yield name, parameter, by_type.get(parameter) or _reason_of_shape(parameter, rank)
 
 
 def _reason_of_shape(parameter: Tensor, rank: int | None) -> str:
@@ -112,12 +121,14 @@ def _vocabulary_weights(model: nn.Module) -> dict[Tensor, str]:
     vocabularies = {m.num_embeddings for m in embeddings}
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or not module.weight.requires_grad:
-            continue
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    tied = [m for m in linears if m.weight in reasons]
+    if head is None and not tied:  # no head is known: the last linear layer as wide as a vocabulary, since layers come before it
+        head = next((m for m in reversed(linears) if m.out_features in vocabularies and m.out_features != m.in_features), None)
+    for module in linears:
         if module.weight in reasons:
             reasons[module.weight] = "full-rank: embedding tied to the output head"
-        elif module is head or (module.out_features in vocabularies and module.out_features != module.in_features):
+        elif module is head:
             reasons[module.weight] = "full-rank: output head"
     return reasons
 

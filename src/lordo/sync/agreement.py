@@ -13,12 +13,12 @@ from lordo.sync.rules import Member
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm: Comm, *, weights: bool) -> None:
+def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm: Comm, *, weights: list[Member]) -> None:
     """Compare names, shapes, dtypes and settings of all workers, and at the very start the weights.
 
     Args:
         members: named parameters. settings: of each group, plain values only. comm: the workers.
-        weights: whether weights must be equal too.
+        weights: the parameters that must hold the same values: those that have not been trained yet.
 
     Raises:
         ValueError: the same sentence on every worker, naming the first difference and the worker that has it.
@@ -28,7 +28,7 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
     note = {
         "layout": {name: (tuple(p.shape), str(p.dtype)) for name, p, _ in members},
         "settings": settings,
-        "weights": {name: _fingerprint(p) for name, p, _ in members} if weights else {},
+        "weights": {name: _fingerprint(p) for name, p, _ in weights},
     }
     notes = comm.gather(note)
     for worker, other in enumerate(notes[1:], start=1):
@@ -38,8 +38,15 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
 
 
 def _fingerprint(p: Tensor) -> int:
-    """Sum of the bit patterns: exact, hence the same whatever the number of threads."""
-    return int(p.detach().contiguous().view(-1).view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)) if p.numel() else 0
+    """Sum of the bit patterns, each times an odd number that goes with its place: whole numbers, the same with any number of threads."""
+    if not p.numel():
+        return 0
+    total = 0
+    bits = p.detach().contiguous().view(-1).view(_INTEGERS[p.element_size()])
+    for i, chunk in enumerate(torch.split(bits, 1 << 20)):
+        places = torch.arange(1, 2 * len(chunk), 2, device=p.device)
+        total += (2 * i + 1) * int((chunk * places).sum())
+    return total
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], worker: int) -> str | None:

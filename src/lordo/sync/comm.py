@@ -65,6 +65,9 @@ class Comm(ABC):
             tagged: (tag, tensor) pairs, floating-point, of equal shapes and order on every worker. The mean is formed in float32
                 (float64 for float64). Small tensors travel together.
         """
+        for tag, t in tagged:
+            if not t.is_floating_point() or t.element_size() < 2:
+                raise TypeError(f"only floating-point tensors have a mean here; got {t.dtype} under '{tag}'")
         tagged = [(tag, t) for tag, t in tagged if t.numel()]
         if self.size == 1:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from lordo.sync.comm import Comm, Solo
+from lordo.sync.comm import Comm, Solo, WorkerError
 
 
 class Group(Comm):
@@ -28,18 +30,29 @@ class Group(Comm):
     def _group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self._name)
 
+    @contextmanager
+    def _waiting(self, call: str) -> Iterator[None]:
+        """Say in which call another worker failed this one."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise WorkerError(f"worker {self.rank} waited in {call}, but another worker has failed or left: {error}") from error
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum over the group; gloo and nccl give every process the same bits."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
+        with self._waiting("a sum"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
 
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """From group member `source` to all."""
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        with self._waiting(f"a broadcast from worker {source}"):
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def gather(self, note: Any) -> list[Any]:
         """Pickled small objects of all processes."""
         notes: list[Any] = [None] * self.size
-        dist.all_gather_object(notes, note, group=self._group)
+        with self._waiting("comparing notes"):
+            dist.all_gather_object(notes, note, group=self._group)
         return notes
 
 

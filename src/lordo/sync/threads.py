@@ -40,6 +40,7 @@ class _Room:
         self.outcome: Any = None
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
+        self.over = threading.Event()  # all have ended, or one has failed
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def fail(self, error: BaseException, rank: int | None = None) -> None:
@@ -48,6 +49,7 @@ class _Room:
             if self.failure is None:
                 self.failure, self.failed_rank = error, rank
             self.changed.notify_all()
+            self.over.set()
 
     def wait_for_turn(self, rank: int) -> None:
         """Block until it is this worker's turn (the lock is held)."""
@@ -164,8 +166,10 @@ def simulate(fn: Callable[[Comm], Result], num_workers: int = 4) -> list[Result]
     try:
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads) and room.failure is None:
-            _join_any(threads)
+        # Not by Thread.join: when interrupted it marks a thread that still runs as ended (CPython issue 90882), and the interpreter
+        # aborts at exit.
+        while not room.over.wait(timeout=0.05):
+            pass
     except BaseException as error:
         room.fail(error)
     try:
@@ -190,18 +194,12 @@ def _work(fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[in
                 waiting = min(room.posted)
                 raise WorkerError(f"worker {waiting} waits in {room.posted[waiting][0]}, but worker {rank} has already ended")
             room.pass_turn(rank)
+            if len(room.left) == room.size:
+                room.over.set()
     except _Stopped:
         pass
     except BaseException as error:
         room.fail(error, rank)
-
-
-def _join_any(threads: list[threading.Thread]) -> None:
-    """Wait a moment for threads to end; short, so that Ctrl+C is heard at once."""
-    for thread in threads:
-        if thread.is_alive():
-            thread.join(timeout=0.05)
-            return
 
 
 def _stop(threads: list[threading.Thread], room: _Room) -> None:
