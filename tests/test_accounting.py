@@ -134,7 +134,7 @@ def test_paper_25_6_times_less_is_sent():
     averaged = sum(lordo_sent[tag] for tag in ("parameters", "exp_avg", "exp_avg_sq"))
     assert Fraction(ddp_sent, averaged) == Fraction(256, 10)
     assert 24.5 < ddp_sent / lordo_sent.total() < 25.6
-    assert set(lordo_sent) == {"parameters", "exp_avg", "exp_avg_sq", "basis", "first gradient"}
+    assert set(lordo_sent) == {"parameters", "exp_avg", "exp_avg_sq", "step", "basis", "first gradient"}
 
 
 @pytest.mark.parametrize(("side", "rank", "times"), [(2048, 256, 8), (768, 64, 12)])
@@ -157,6 +157,7 @@ def test_one_matrix_by_hand():
         "parameters": 2 * 96 + 96,  # after steps 5 and 10, and at the end
         "exp_avg": 2 * 48,
         "exp_avg_sq": 2 * 48,
+        "step": 2 * 4,  # one float32, with the first moment
         "first gradient": 96,
         "basis": 3 * 32 // 2,  # the first one, and after steps 5 and 10
     }

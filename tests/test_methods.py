@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import assert_same_bits, everything, orthonormal, parameters, randn, train
 from torch import nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import lordo
+from common import assert_same_bits, everything, orthonormal, parameters, randn, train
 from lordo.accounting import measured_state_bytes, state_bytes, traffic, weights_of
 from lordo.config import MethodConfig
 from lordo.lowrank import leading_subspace, lift, rotate_moments

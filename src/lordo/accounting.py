@@ -119,6 +119,8 @@ def traffic(
             if what == "parameters" and final_average and steps % settings["sync_every"]:
                 times += 1
             moved[what] += times * all_reduce_moves(wire_bytes(sizes[what], weight.dtype))
+        if "exp_avg" in method.averages:
+            moved["step"] += num_due(settings, "exp_avg", steps) * all_reduce_moves(STEP_BYTES)
         if method.basis_from == "sync" and weight.is_lowrank:
             moved["first gradient"] += all_reduce_moves(wire_bytes(weight.numel, weight.dtype))
             refreshes = 1 + num_due(settings, "parameters", steps)

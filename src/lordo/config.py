@@ -377,7 +377,7 @@ def _no_such_setting(loc: Place) -> str:
     settings = list(_fields(table))
     close = nearest(str(key), settings)
     homes = [home for home in _tables() if str(key) in _fields(home)]
-    if homes and not close:
+    if homes and not nearest(str(key), settings, likeness=0.85):  # the very name elsewhere, unless this is a slip of the finger
         hint = f"it belongs to [{_name(homes[0])}]" if homes[0] else "it belongs above the first table"
     else:
         hint = f"did you mean {close!r}?" if close else f"the settings are: {listed(settings)}"

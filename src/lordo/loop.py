@@ -102,6 +102,7 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
         ValueError: one sentence saying what cannot work and what to do.
     """
     shapes = outline(config)
+    pick_device(config.train.device, Solo())
     splits = load(config.data, config.seed)
     Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
     spread(splits.validation, config.train.eval_sequences)

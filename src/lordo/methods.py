@@ -334,6 +334,7 @@ class DistributedOptimizer(LowRankAdam):
 
         Nothing is sent if they were averaged at this very step. Training may go on afterwards.
         """
+        self._check_attached()
         self.workers.mean_([("parameters", p.detach()) for p in self.unaveraged_parameters()])
         self._averaged_at = self.steps_taken
 
@@ -357,11 +358,7 @@ class DistributedOptimizer(LowRankAdam):
         Raises:
             ValueError: workers differ in parameter names, shapes, dtypes, settings or initial weights.
         """
-        if self.workers.size != self._num_workers:
-            raise RuntimeError(
-                f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "
-                "workers=… and load the state_dict"
-            )
+        self._check_attached()
         if self._agreed:
             return
         new = [p for group in self.param_groups if not group["started"] for p in group["params"] if p in self.state]
@@ -372,6 +369,13 @@ class DistributedOptimizer(LowRankAdam):
         settings = [{"method": self.method.name, **_plain(g)} for g in self.param_groups]
         check_agreement(members, settings, self.workers, weights=[m for m in members if not m[2]["started"]])
         self._agreed = True
+
+    def _check_attached(self) -> None:
+        if self.workers.size != self._num_workers:
+            raise RuntimeError(
+                f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "
+                "workers=… and load the state_dict"
+            )
 
     # -- copying, saving, loading --------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -144,13 +145,18 @@ class RunFolder:
             ValueError: it cannot be made.
         """
         self.path = _new_folder(Path(config.output), config.name) if path is None else path
-        self.path.mkdir(parents=True, exist_ok=True)
-        dump(config, self.path / "config.toml")
-        self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            dump(config, self.path / "config.toml")
+            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise ValueError(f"the run's folder {self.path} cannot be written: {error.strerror}") from error
 
     def record(self, progress: Progress) -> None:
-        """Append one line to `metrics.jsonl`; on disk at once, so that a run can be watched."""
-        self._metrics.write(json.dumps(asdict(progress)) + "\n")
+        """Append one line to `metrics.jsonl`, on disk at once, so that a run can be watched; what JSON lacks (NaN) as null."""
+        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(progress).items()}
+        self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
 
     def finish(self, summary: Summary, model: PreTrainedModel | None) -> None:

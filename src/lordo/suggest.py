@@ -7,10 +7,10 @@ SHOWN = 20
 """How many choices a sentence lists before it says how many more there are."""
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Give the choice most like `word`, upper and lower case being the same, or None when none is like it."""
+def nearest(word: str, choices: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """Give the choice most like `word`, upper and lower case being the same, or None when none is as like as asked for (0 to 1)."""
     lowered = {choice.lower(): choice for choice in choices}
-    found = get_close_matches(word.lower(), lowered, n=1)
+    found = get_close_matches(word.lower(), lowered, n=1, cutoff=likeness)
     return lowered[found[0]] if found else None
 
 

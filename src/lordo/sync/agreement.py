@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from lordo.sync.comm import Comm
 from lordo.sync.rules import Member
+
+_PROCESS = uuid.uuid4().hex  # with the process number: tells memory of this process from that of any other, on any machine
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,12 +30,15 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
     if comm.size == 1:
         return
     note = {
+        "memory": (_PROCESS, os.getpid(), next((p.data_ptr() for _, p, _ in members if p.numel()), 0)),
         "layout": {name: (tuple(p.shape), str(p.dtype)) for name, p, _ in members},
         "settings": settings,
         "weights": {name: _fingerprint(p) for name, p, _ in weights},
     }
     notes = comm.gather(note)
     for worker, other in enumerate(notes[1:], start=1):
+        if other["memory"] == notes[0]["memory"] and other["memory"][-1]:
+            raise ValueError(f"workers 0 and {worker} share one model: build one for each, inside the function it runs")
         difference = _difference(notes[0], other, worker)
         if difference is not None:
             raise ValueError(difference)

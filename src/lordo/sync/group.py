@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +58,18 @@ class Group(Comm):
         return notes
 
 
+def _warn_if_not_alone() -> None:
+    """`workers=None` in one of several processes is nearly always a mistake, and nothing else would tell."""
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        warnings.warn(
+            f"workers=None: this process trains alone, though it is one of {processes}; pass workers=torch.distributed.group.WORLD "
+            "(after init_process_group) to train together",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def as_comm(workers: Any) -> Comm:
     """Turn what a user passes as `workers` into a Comm.
 
@@ -66,6 +80,7 @@ def as_comm(workers: Any) -> Comm:
         TypeError, ValueError: anything else; a mesh of several dimensions; a group this process is not part of.
     """
     if workers is None:
+        _warn_if_not_alone()
         return Solo()
     if isinstance(workers, Comm):
         return workers

@@ -111,14 +111,31 @@ class Average:
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Average what is due after step t."""
         due: list[tuple[str, Tensor]] = []
-        for _, p, settings in optimizer.named_members():
+        counted: list[Member] = []
+        for member in optimizer.named_members():
+            _, p, settings = member
             for what in self.what:
                 tensor = p.detach() if what == "parameters" else optimizer.state[p].get(what)
                 if tensor is not None and is_due(settings, what, step):
                     due.append((what, tensor))
-        comm.mean_(due)
-        if due:
-            optimizer.report = SyncReport(step, tuple(what for what in self.what if any(what == tag for tag, _ in due)))
+                    counted += [member] if what == "exp_avg" else []
+        if not due:
+            return
+        counts = _step_counts(optimizer, counted)
+        comm.mean_([*due, ("step", counts)])
+        for (_, p, _), count in zip(counted, counts.tolist(), strict=True):
+            optimizer.state[p]["step"].fill_(count)
+        optimizer.report = SyncReport(step, tuple(what for what in self.what if any(what == tag for tag, _ in due)))
+
+
+def _step_counts(optimizer: Synchronised, members: Sequence[Member]) -> Tensor:
+    """Each parameter's own steps t, (number of members,).
+
+    They are averaged together with the first moment: a worker that had no gradient for a weight (an expert without tokens, a skipped
+    step) would otherwise correct the bias of moments that it mostly received by its own, smaller t.
+    """
+    device = members[0][1].device if members else torch.device("cpu")
+    return torch.tensor([float(optimizer.state[p]["step"]) for _, p, _ in members], dtype=torch.float32, device=device)
 
 
 class PseudoGradient:
@@ -196,7 +213,8 @@ class Refresh:
             return
         with self.comm.timed("basis refresh"):
             seed = (0, name, self.step)
-            noise = 0.0 if first else rounding_noise(p, self.old[i].dtype)
+            # a worker alone averages nothing, so that nothing is rounded
+            noise = 0.0 if first or self.comm.size == 1 else rounding_noise(p, self.old[i].dtype)
             more: dict[str, int] = {"fresh": self.old[i].shape[1]} if first else {}
             new = leading_subspace(canonical(matrix), self.old[i], method=settings["basis"], seed=seed, noise=noise, **more)
             self.new[i].copy_(new) if new is not None else self.new[i].fill_(KEEP)
