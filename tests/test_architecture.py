@@ -16,7 +16,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "lordo"
 FLOORS = [
     {"lowrank", "updates", "suggest"},  # pure functions
     {"optim", "sync"},  # rooms that do not know each other
-    {"methods"},  # where they meet
+    {"methods"},  # the table, where they meet
+    {"optimizer"},  # a row at work
     {"accounting"},  # of a method
 ]
 CORE = set().union(*FLOORS)

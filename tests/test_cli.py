@@ -233,7 +233,7 @@ def test_disk_that_is_full_or_read_only_once_the_folder_is_there(shell, monkeypa
         raise OSError(28, "No space left on device")
 
     (shell.folder / "runs").mkdir()
-    monkeypatch.setattr("lordo.report.dump", dump)
+    monkeypatch.setattr("lordo.trainer.folder.dump", dump)
     assert mentions(shell.refused("train", "micro.toml"), "micro", "No space left on device")
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import lordo.cli
-import lordo.compare
-from lordo.compare import check, learning_rates, member_config, variants
-from lordo.config import load, override
-from lordo.launch import UsageError
-from lordo.loop import build
+import lordo.trainer.compare
 from lordo.methods import METHODS, find
 from lordo.sync import Solo
+from lordo.trainer.compare import check, learning_rates, member_config, variants
+from lordo.trainer.launch import UsageError
+from lordo.trainer.loop import build
+from lordo.trainer.recipe import load, override
 from test_train import micro_recipe
 
 SHORT = ["--train.steps", "6", "--train.eval_every", "3", "--train.warmup_steps", "1", "--method.sync_every", "3"]
@@ -89,14 +89,14 @@ def test_varies_settings_together_and_leaves_out_what_a_method_lacks(recipe, cap
 
 @pytest.mark.slow
 def test_a_member_that_fails_or_diverges_is_marked_and_the_others_go_on(recipe, capsys, monkeypatch):
-    run = lordo.compare.run_in_threads
+    run = lordo.trainer.compare.run_in_threads
 
     def fails_for_lordo(prepared, folder, console, **more):
         if prepared.method.name == "lordo":
             raise FloatingPointError("a loss of no use")
         return run(prepared, folder, console, **more)
 
-    monkeypatch.setattr(lordo.compare, "run_in_threads", fails_for_lordo)
+    monkeypatch.setattr(lordo.trainer.compare, "run_in_threads", fails_for_lordo)
     assert compare(recipe, "--methods", "lordo,ddp-adamw") == 1
     printed = capsys.readouterr().out
     assert "failed: lordo, lr 0.006, seed 0: FloatingPointError: a loss of no use" in printed

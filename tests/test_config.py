@@ -7,19 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lordo.config import (
-    BatchConfig,
-    ConfigError,
-    DataConfig,
-    MethodConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    dump,
-    dumps,
-    load,
-)
 from lordo.suggest import SHOWN, nearest, unknown
+from lordo.trainer.config import BatchConfig, ConfigError, DataConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig
+from lordo.trainer.recipe import dump, dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from lordo.config import ModelConfig, load
-from lordo.models import build_model, check_fits, validation_loss
+from lordo.trainer.config import ModelConfig
+from lordo.trainer.evaluate import validation_loss
+from lordo.trainer.models import build_model, check_fits
+from lordo.trainer.recipe import load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

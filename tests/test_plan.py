@@ -6,13 +6,13 @@ import pytest
 
 import lordo.cli
 from lordo.accounting import measured_state_bytes
-from lordo.compare import member_config
-from lordo.config import load, override
-from lordo.loop import prepare, train
 from lordo.methods import METHODS, find
-from lordo.plan import plan, step_seconds
 from lordo.sync import simulate
-from lordo.units import bandwidth
+from lordo.trainer.compare import member_config
+from lordo.trainer.loop import prepare, train
+from lordo.trainer.plan import plan, step_seconds
+from lordo.trainer.recipe import load, override
+from lordo.trainer.units import bandwidth
 from test_train import micro_recipe
 
 

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import lordo.cli
-import lordo.loop
-from lordo.config import RunConfig, TrainConfig, load
-from lordo.data import load_blocks
-from lordo.loop import Progress, lr_factor
+import lordo.trainer.loop
+from lordo.trainer.config import RunConfig, TrainConfig
+from lordo.trainer.data import load_blocks
+from lordo.trainer.loop import Progress, lr_factor
+from lordo.trainer.recipe import load
 
 NUM_WORKERS, STEPS, SYNC_EVERY, TOKENS_PER_STEP = 4, 50, 4, 4 * 2 * 32
 
@@ -453,7 +454,7 @@ def test_learning_rate_is_half_way_down_half_way_through(schedule):
 
 def spoil(monkeypatch, *, worker: int, steps: range) -> None:
     """Make the training loss of one worker NaN at some steps."""
-    build = lordo.loop.build
+    build = lordo.trainer.loop.build
 
     def spoiled(config, method, workers, *args, **kwargs):
         model, groups, optimizer = build(config, method, workers, *args, **kwargs)
@@ -471,7 +472,7 @@ def spoil(monkeypatch, *, worker: int, steps: range) -> None:
             model.register_forward_hook(hook)
         return model, groups, optimizer
 
-    monkeypatch.setattr(lordo.loop, "build", spoiled)
+    monkeypatch.setattr(lordo.trainer.loop, "build", spoiled)
 
 
 @pytest.mark.filterwarnings("ignore:step .* skipped on this worker")

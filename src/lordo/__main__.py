@@ -1,8 +1,6 @@
 """`python -m lordo` is `lordo`; torchrun starts it so."""
 
-import sys
-
-from lordo.cli import main
+from lordo.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

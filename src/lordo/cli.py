@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from lordo.suggest import unknown
 
@@ -33,25 +34,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[command](rest)
     except KeyboardInterrupt:
-        print("\nlordo: interrupted; what was recorded so far is in the run's folder", file=sys.stderr)
+        if _speaks():
+            print("\nlordo: interrupted; what was recorded so far is in the run's folder", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         return _refuse(f"{error.name} is not installed: pip install 'lordo[train]'")
 
 
+def entry() -> NoReturn:
+    """The command: `main`, and out at once.
+
+    Taking transformers and torch apart at exit costs a second, and gloo may abort in it (pytorch issue 190489), after everything is done.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         return _usage("lordo train RECIPE [--SECTION.SETTING VALUE …]", arguments)
-    from lordo.config import ConfigError
-    from lordo.launch import UsageError, run
-    from lordo.options import load_with_options
-    from lordo.report import wide_console
-    from lordo.sync import WorkerError
+    from lordo.sync import DisagreementError, WorkerError
+    from lordo.trainer.config import ConfigError
+    from lordo.trainer.launch import UsageError, run
+    from lordo.trainer.options import load_with_options
+    from lordo.trainer.terminal import wide_console
 
     try:
         config = load_with_options(arguments[0], arguments[1:], command="lordo train")
         run(config, wide_console())
-    except (ConfigError, UsageError) as error:
+    except (ConfigError, UsageError, DisagreementError) as error:
         return _refuse(str(error))
     except (WorkerError, FloatingPointError) as error:
         print(f"lordo: {error}", file=sys.stderr)
@@ -60,20 +73,20 @@ def _train(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    from lordo.compare_command import main
+    from lordo.trainer.compare_command import main
 
     return _guarded(main, arguments)
 
 
 def _plan(arguments: list[str]) -> int:
-    from lordo.plan import main
+    from lordo.trainer.plan import main
 
     return _guarded(main, arguments)
 
 
 def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
-    from lordo.config import ConfigError
-    from lordo.launch import UsageError
+    from lordo.trainer.config import ConfigError
+    from lordo.trainer.launch import UsageError
 
     try:
         return main(arguments)
@@ -91,7 +104,7 @@ def _methods(arguments: list[str]) -> int:
 
 
 def _version(arguments: list[str]) -> int:
-    from lordo.report import environment
+    from lordo.trainer.summary import environment
 
     for name, value in environment().items():
         print(f"{name}: {value}")
@@ -103,9 +116,14 @@ def _usage(usage: str, arguments: list[str]) -> int:
     return 0 if arguments and arguments[0] in ("-h", "--help") else 2
 
 
+def _speaks() -> bool:
+    """Of the processes that torchrun starts, the first one speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _refuse(sentence: str) -> int:
-    """Say why on standard error; of torchrun's processes the first one speaks for all."""
-    if os.environ.get("RANK", "0") == "0":
+    """Say why on standard error."""
+    if _speaks():
         print(f"lordo: {sentence}", file=sys.stderr)
     return 2
 

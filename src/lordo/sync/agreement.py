@@ -12,6 +12,11 @@ from torch import Tensor
 from lordo.sync.comm import Comm
 from lordo.sync.rules import Member
 
+
+class DisagreementError(ValueError):
+    """Workers do not train the same model in the same way; the message is one sentence, the same on all of them."""
+
+
 _PROCESS = uuid.uuid4().hex  # with the process number: tells memory of this process from that of any other, on any machine
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +30,7 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
         weights: the parameters that must hold the same values: those that have not been trained yet.
 
     Raises:
-        ValueError: the same sentence on every worker, naming the first difference and the worker that has it.
+        DisagreementError: the same sentence on every worker, naming the first difference and the worker that has it.
     """
     if comm.size == 1:
         return
@@ -38,10 +43,10 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
     notes = comm.gather(note)
     for worker, other in enumerate(notes[1:], start=1):
         if other["memory"] == notes[0]["memory"] and other["memory"][-1]:
-            raise ValueError(f"workers 0 and {worker} share one model: build one for each, inside the function it runs")
+            raise DisagreementError(f"workers 0 and {worker} share one model: build one for each, inside the function it runs")
         difference = _difference(notes[0], other, worker)
         if difference is not None:
-            raise ValueError(difference)
+            raise DisagreementError(difference)
 
 
 def _fingerprint(p: Tensor) -> int:

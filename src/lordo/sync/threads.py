@@ -206,7 +206,7 @@ def _stop(threads: list[threading.Thread], room: _Room) -> None:
     """After a failure, interrupt the worker that is computing (the others wake by themselves); then wait for all of them."""
     computing = room.turn if room.turn != room.failed_rank else None
     if room.failure is not None and computing is not None and (ident := threads[computing].ident) is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
     for thread in threads:
         if thread.ident is not None:
             thread.join()

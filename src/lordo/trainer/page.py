@@ -11,10 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lordo.compare import Row, modelled_seconds
-from lordo.config import RunConfig, dumps
-from lordo.report import Summary, human_bytes, plain_table
-from lordo.units import bandwidth
+from lordo.trainer.compare import Row, modelled_seconds
+from lordo.trainer.config import RunConfig
+from lordo.trainer.recipe import dumps
+from lordo.trainer.summary import Summary
+from lordo.trainer.terminal import human_bytes, plain_table
+from lordo.trainer.units import bandwidth
 
 NOTES = """\
 Perplexity is that of the averaged model on validation files, mean ± standard deviation over seeds; every method starts from the

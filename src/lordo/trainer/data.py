@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lordo.config import DataConfig
+from lordo.trainer.config import DataConfig
 
 VOCABULARY = 256
 """A token is a byte of UTF-8 text."""
@@ -151,7 +151,7 @@ def limit(files: Sequence[TextFile], max_bytes: int | None) -> list[TextFile]:
     if max_bytes is None:
         return list(files)
     taken, left = set(), max_bytes
-    for file in sorted(files, key=lambda file: (_hash("limit", file.name), file.name)):
+    for file in sorted(files, key=lambda file: (stable_hash("limit", file.name), file.name)):
         if file.num_bytes <= left:
             taken.add(file)
             left -= file.num_bytes
@@ -179,7 +179,7 @@ def split(files: Sequence[TextFile], *, fraction: float, seed: int) -> tuple[lis
         )
 
     def height(file: TextFile) -> float:
-        return _hash("split", seed, file.name) / 2**64
+        return stable_hash("split", seed, file.name) / 2**64
 
     lowest, highest = min(files, key=height), max(reversed(files), key=height)
     kept = {file for file in files if file is lowest or (file is not highest and height(file) < fraction)}
@@ -261,67 +261,7 @@ def spread(blocks: Tensor, num: int | None) -> Tensor:
     return blocks[torch.arange(num) * len(blocks) // num]
 
 
-class Shard:
-    """One worker's own part of the blocks, as a stream that never ends.
-
-    The blocks are shuffled once by the seed and dealt out to the workers like cards. A worker reads all of its part
-    once an epoch, each epoch in a new order given by (seed, epoch). Where it stands is one integer, the number of
-    blocks it has used; nothing else needs to be saved to resume.
-
-    Args:
-        blocks: (num_blocks, sequence_length) uint8, the same on every worker.
-        worker: this one, from 0 up to, not including, `num_workers`.
-        num_workers: how many share the blocks.
-        seed: decides the order, the same on every worker.
-
-    Raises:
-        ValueError: there is no such worker, or there are fewer blocks than workers.
-    """
-
-    def __init__(self, blocks: Tensor, worker: int, num_workers: int, seed: int) -> None:
-        """Deal out the blocks and keep this worker's."""
-        if not 0 <= worker < num_workers:
-            raise ValueError(f"worker = {worker} of {num_workers} does not exist; give one from 0 to {num_workers - 1}")
-        if len(blocks) < num_workers:
-            raise ValueError(
-                f"{len(blocks)} blocks ({blocks.numel()} bytes of training text in all) are too few for {num_workers} "
-                "workers; lower workers or data.sequence_length, or give more text"
-            )
-        self.blocks = blocks
-        self.seed = seed
-        self.rows = _permutation(len(blocks), "deal", seed)[worker::num_workers]
-        self._epoch, self._order = 0, self._order_of(0)
-
-    def __len__(self) -> int:
-        """Give the number of blocks in an epoch of this worker."""
-        return len(self.rows)
-
-    def batch(self, position: int, size: int) -> Tensor:
-        """Give the next `size` blocks, (size, sequence_length) int64, after `position` blocks were used.
-
-        The one after it is at `position + size`. A batch may go on into the next epoch.
-        """
-        if position < 0 or size < 1:
-            raise ValueError(f"position = {position} and size = {size}: give a position from 0 on and a size from 1 on")
-        rows = [self._row(used) for used in range(position, position + size)]
-        return self.blocks[rows].long()
-
-    def _row(self, used: int) -> int:
-        epoch, offset = divmod(used, len(self))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        return int(self._order[offset])
-
-    def _order_of(self, epoch: int) -> Tensor:
-        return self.rows[_permutation(len(self), "epoch", self.seed, epoch)]
-
-
-def _permutation(num: int, *parts: str | int) -> Tensor:
-    """Give a random order of `num` things, decided by `parts` alone."""
-    return torch.randperm(num, generator=torch.Generator().manual_seed(_hash(*parts)))
-
-
-def _hash(*parts: str | int) -> int:
+def stable_hash(*parts: str | int) -> int:
     """Give 64 bits decided by `parts`, the same in every process and on every machine."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")

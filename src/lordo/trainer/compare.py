@@ -15,14 +15,16 @@ from typing import Any
 
 from rich.console import Console
 
-from lordo.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig, dumps, override
-from lordo.data import Splits, load_blocks
-from lordo.launch import UsageError, run_in_threads
-from lordo.loop import prepare
 from lordo.methods import Method, find
-from lordo.options import toml_value
-from lordo.report import RunFolder, Summary, load_summary
-from lordo.units import bandwidth
+from lordo.trainer.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig
+from lordo.trainer.data import Splits, load_blocks
+from lordo.trainer.folder import RunFolder, load_summary
+from lordo.trainer.launch import UsageError, run_in_threads
+from lordo.trainer.loop import prepare
+from lordo.trainer.options import read_value
+from lordo.trainer.recipe import dumps, override
+from lordo.trainer.summary import Summary
+from lordo.trainer.units import bandwidth
 
 Variant = tuple[tuple[str, Any], ...]  # settings that a comparison varies, by dotted name
 
@@ -170,7 +172,7 @@ def _together(text: str) -> list[Variant]:
         name, equals, values = part.partition("=")
         if not equals or not values:
             raise UsageError(f"cannot vary {part!r}: write name=value,value,… such as method.rank=8,16,32")
-        columns.append([(name, toml_value(value)) for value in values.split(",")])
+        columns.append([(name, read_value(value)) for value in values.split(",")])
     if len({len(column) for column in columns}) > 1:
         raise UsageError(f"cannot vary {text!r} together: the lists are not of one length")
     return list(zip(*columns, strict=True))

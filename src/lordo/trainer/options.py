@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lordo.config import ConfigError, RunConfig, Settings, load
+from lordo.trainer.config import ConfigError, RunConfig, Settings
+from lordo.trainer.recipe import load
 
 
 def load_with_options(path: str, options: Sequence[str], *, command: str) -> RunConfig:
@@ -37,10 +38,10 @@ def _pairs(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"option {word} lacks a value: write {word} value")
             text = rest.pop(0)
-        yield name.removeprefix("--"), toml_value(text)
+        yield name.removeprefix("--"), read_value(text)
 
 
-def toml_value(text: str) -> Any:
+def read_value(text: str) -> Any:
     """A value as TOML reads it; anything else is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

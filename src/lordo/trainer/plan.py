@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from lordo.accounting import Weight, adamw_state_bytes, state_bytes, traffic
-from lordo.compare import member_config
-from lordo.config import RunConfig
-from lordo.launch import UsageError
-from lordo.loop import outline
 from lordo.methods import METHODS, Method, find
-from lordo.options import load_with_options
-from lordo.report import human_bytes, plain_table, wide_console
-from lordo.units import bandwidth
+from lordo.trainer.compare import member_config
+from lordo.trainer.config import RunConfig
+from lordo.trainer.launch import UsageError
+from lordo.trainer.loop import outline
+from lordo.trainer.options import load_with_options
+from lordo.trainer.terminal import human_bytes, plain_table, wide_console
+from lordo.trainer.units import bandwidth
 
 NOTES = """\
 Per worker, on average. T steps of M workers with K steps between synchronisations; N bytes averaged cost a ring all-reduce of

@@ -13,8 +13,8 @@ matplotlib.use("Agg")  # no window, whatever the machine has
 import matplotlib.pyplot as plt
 
 from lordo.accounting import STATE_KINDS
-from lordo.compare import Row, mean_at, mean_curve, modelled_seconds
-from lordo.units import bandwidth
+from lordo.trainer.compare import Row, mean_at, mean_curve, modelled_seconds
+from lordo.trainer.units import bandwidth
 
 SIZE = (7.0, 4.3)  # inches
 DPI = 130

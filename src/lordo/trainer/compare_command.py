@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lordo.compare import check, compare
-from lordo.config import CompareConfig, override
-from lordo.figures import draw
-from lordo.launch import UsageError
-from lordo.options import load_with_options
-from lordo.page import print_table, write_page, write_results
-from lordo.report import wide_console
+from lordo.trainer.compare import check, compare
+from lordo.trainer.config import CompareConfig
+from lordo.trainer.figures import draw
+from lordo.trainer.launch import UsageError
+from lordo.trainer.options import load_with_options
+from lordo.trainer.page import print_table, write_page, write_results
+from lordo.trainer.recipe import override
+from lordo.trainer.terminal import wide_console
 
 
 def main(arguments: list[str]) -> int:

@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from lordo.config import RunConfig
-from lordo.loop import Outcome, Prepared, prepare, train
-from lordo.report import RunFolder, Summary, Terminal, print_prepared, print_summary, summarize
 from lordo.sync import Comm, as_comm, simulate
+from lordo.trainer.config import RunConfig
+from lordo.trainer.folder import RunFolder
+from lordo.trainer.loop import Outcome, Prepared, prepare, train
+from lordo.trainer.progress import Terminal
+from lordo.trainer.summary import Summary, summarize
+from lordo.trainer.terminal import print_prepared, print_summary
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -41,7 +44,8 @@ def under_torchrun() -> bool:
 
 
 def _run_threads(config: RunConfig, console: Console) -> Summary:
-    prepared, folder = _begin(config, console)
+    prepared = _prepared(config)
+    folder = _begin(prepared, console)
     summary = run_in_threads(prepared, folder, console)
     _tell_end(summary, folder, console)
     return summary
@@ -85,14 +89,12 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
 def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     assert dist.group.WORLD is not None
     workers = as_comm(dist.group.WORLD)
-    if workers.rank == 0:
-        prepared, folder = _begin(config, console)
-    else:
-        prepared = _prepared(config)
+    prepared = _prepared(config)
     _compare(workers, prepared)
     if workers.rank != 0:
         train(prepared, workers)
         return None
+    folder = _begin(prepared, console)
     with Terminal(console, folder, config) as terminal:
         outcome = train(prepared, workers, terminal)
     summary = summarize(prepared, outcome, workers, took_turns=False)
@@ -108,11 +110,10 @@ def _prepared(config: RunConfig) -> Prepared:
         raise UsageError(str(error)) from error
 
 
-def _begin(config: RunConfig, console: Console) -> tuple[Prepared, RunFolder]:
-    prepared = _prepared(config)
+def _begin(prepared: Prepared, console: Console) -> RunFolder:
     print_prepared(prepared, console)
     try:
-        return prepared, RunFolder(config)
+        return RunFolder(prepared.config)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

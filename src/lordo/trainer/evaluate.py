@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lordo.methods import DistributedOptimizer
-from lordo.models import validation_loss
+from lordo.optimizer import DistributedOptimizer
 
 BATCH_SEQUENCES = 32
 
@@ -64,3 +64,38 @@ def averaged_weights(optimizer: DistributedOptimizer) -> Iterator[None]:
         with torch.no_grad():
             for p, weights in zip(stale, own, strict=True):
                 p.copy_(weights)
+
+
+@torch.no_grad()
+def validation_loss(model: PreTrainedModel, blocks: Tensor, batch_size: int) -> float:
+    """Give the mean next-token cross-entropy of a model, in nats, over all tokens but the first of each block.
+
+    Args:
+        model: in any mode; evaluated without dropout, and left as it was.
+        blocks: (num_blocks, sequence_length) of any integer type, on any device.
+        batch_size: blocks read at once; changes memory and time, and the result by rounding alone.
+
+    Raises:
+        ValueError: there is no token to predict, or `batch_size` is less than 1.
+    """
+    num_blocks, length = blocks.shape
+    if num_blocks == 0 or length < 2:
+        raise ValueError(f"blocks of shape ({num_blocks}, {length}) have no token to predict; give more text")
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size} reads nothing; give at least 1")
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(False)
+    try:
+        batches = torch.split(blocks, batch_size)
+        total = sum((_summed_loss(model, batch.to(model.device).long()) for batch in batches), start=0.0)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return total / (num_blocks * (length - 1))
+
+
+def _summed_loss(model: PreTrainedModel, tokens: Tensor) -> float:
+    """Sum the cross-entropy over all predicted tokens of a batch (size, sequence_length), in float64."""
+    logits = model(input_ids=tokens).logits[:, :-1].float()
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return losses.double().sum().item()

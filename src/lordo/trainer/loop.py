@@ -13,14 +13,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from lordo.accounting import Weight, weights_of
-from lordo.config import DataConfig, RunConfig, TrainConfig
-from lordo.data import VOCABULARY, Shard, Splits, load_blocks, spread
-from lordo.evaluate import Evaluation, evaluate
 from lordo.lowrank import overlap
-from lordo.methods import DistributedOptimizer, Method, find
-from lordo.models import build_model, check_fits
+from lordo.methods import Method, find
 from lordo.optim import ParamGroups, param_groups
+from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
+from lordo.trainer.config import DataConfig, RunConfig, TrainConfig
+from lordo.trainer.data import VOCABULARY, Splits, load_blocks, spread
+from lordo.trainer.evaluate import Evaluation, evaluate
+from lordo.trainer.models import build_model, check_fits
+from lordo.trainer.shard import Shard
 
 
 @dataclass(frozen=True)

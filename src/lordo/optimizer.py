@@ -1,0 +1,314 @@
+"""A method at work on one worker: the local step, and around it the rules of the method's row. And LoRDO, the drop-in optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from lordo.lowrank import BasisMethod
+from lordo.methods import SYNC_DEFAULTS, Method, find
+from lordo.optim import LowRankAdam, is_lowrank
+from lordo.optim.local import evaluate, without_autocast
+from lordo.optim.options import LOCAL_DEFAULTS, check_range, check_whole
+from lordo.suggest import nearest, unknown
+from lordo.sync import Comm, Solo, as_comm
+from lordo.sync.agreement import check_agreement
+from lordo.sync.rules import AverageGradients, SyncReport
+from lordo.sync.schedule import PERIODS, is_due, steps_to_next
+from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
+
+_REQUIRED: Any = required  # torch's mark of a setting that has no default
+_WHOLE_OPTIMIZER = ("outer",)  # settings that decide which rules there are
+# What torch's learning-rate schedulers put into the groups.
+_SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
+
+
+class DistributedOptimizer(LowRankAdam):
+    """A method at work on one worker: local step, and around it the rules of the method's row.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of either.
+        method: a row of METHODS, or its name.
+        workers: None, a process group, a one-dimensional DeviceMesh, or what `lordo.simulate` hands out.
+        settings: of the method, by name; each may also be given for a parameter group.
+
+    Attributes:
+        workers: the Comm, which counts bytes and seconds.
+        report: what the last synchronisation did.
+
+    Raises:
+        ValueError, TypeError: a setting or parameter that cannot be used. At the first step also when workers disagree in
+            parameter names, shapes, dtypes, settings or initial weights.
+    """
+
+    def __init__(self, params: Iterable[Any], method: str | Method, *, workers: Any = None, **settings: Any) -> None:
+        """Check everything, allocate all state; nothing is sent before the first step."""
+        self.method = find(method) if isinstance(method, str) else method
+        self._attach(as_comm(workers))
+        resolved = self.method.resolve(settings)
+        self.before, self.after = self.method.rules(resolved)
+        super().__init__(params, resolved)
+
+    def _attach(self, comm: Comm) -> None:
+        self.workers = comm
+        self.report = SyncReport(step=0)
+        self._num_workers = comm.size
+        self._agreed = False
+        self._gradients_averaged = False
+        self._averaged_at = 0  # the step after which the weights were last averaged outside the schedule
+
+    # -- parameters and their state ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. All workers must do so at the same step."""
+        param_group = dict(param_group)  # the caller's dict stays as it is: it may serve for another optimizer
+        _check_keys(param_group, self.method)
+        super().add_param_group(param_group)
+        self.param_groups[-1]["started"] = False
+        self._agreed = False
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Check the settings of a group, those of the local step and those of the synchronisation."""
+        if self.method.basis_from is None and group["rank"] is not None:
+            raise ValueError(f"method '{self.method.name}' has no low-rank weights: leave rank out, or None")
+        super().check_group(group)
+        for name in PERIODS.values():
+            if name == "sync_every" or group[name] is not None:
+                check_whole(name, group[name])
+        if group["outer"] not in ("none", "nesterov"):
+            raise ValueError(f"outer must be 'none' or 'nesterov'; got {group['outer']!r}")
+        check_range("outer_lr", group["outer_lr"], 0, float("inf"))
+        check_range("outer_momentum", group["outer_momentum"], 0, 1, high_included=False)
+
+    def new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """State of the local step, and what the rules keep."""
+        state = super().new_state(p, group)
+        for rule in (*self.before, *self.after):
+            state.update(rule.new_state(p, is_lowrank(p.shape, group["rank"])))
+        return state
+
+    def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Settings of a group with those filled in that follow from K."""
+        every = group["sync_every"]
+        omega = default_omega(every) if group["omega"] is None else group["omega"]
+        return {**group, "omega": omega, "basis_every": group["basis_every"] or every}
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Local step, and whatever is due after it. Returns what the closure returns."""
+        loss = evaluate(closure)
+        with without_autocast(self):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        number = self.steps_taken + 1
+        self.check_gradients()
+        self.start()
+        for rule in self.before:
+            if isinstance(rule, AverageGradients):
+                if self._gradients_averaged:
+                    continue
+                self._unscale_gradients()
+            rule(self, self.workers, number)
+        self._gradients_averaged = False
+        for group in self.param_groups:
+            group["started"] = True
+        self.local_step()
+        for rule in self.after:
+            rule(self, self.workers, number)
+
+    def _unscale_gradients(self) -> None:
+        """Take a GradScaler's factor out of the gradients before they are averaged: it may differ between workers."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for _, p, _ in self.named_members():
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+        self.grad_scale = None
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients now, for methods that do so at every step: call it before clipping. Others: nothing.
+
+        `step` does it if it was not called.
+        """
+        self.start()
+        for rule in self.before:
+            if isinstance(rule, AverageGradients):
+                rule(self, self.workers, self.steps_taken + 1)
+        self._gradients_averaged = True
+
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Average the weights over the workers now, outside the schedule: before the last evaluation, or before saving a model.
+
+        Nothing is sent if they were averaged at this very step. Training may go on afterwards.
+        """
+        self._check_attached()
+        self.workers.mean_([("parameters", p.detach()) for p in self.unaveraged_parameters()])
+        self._averaged_at = self.steps_taken
+
+    def unaveraged_parameters(self) -> list[Tensor]:
+        """Parameters that may differ between workers at this step, sorted by name."""
+        if self.method.averages_gradients or self.workers.size == 1 or self._averaged_at == self.steps_taken:
+            return []
+        return [p for _, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
+
+    @property
+    def steps_to_next_sync(self) -> int:
+        """Steps until parameters are averaged again, 1 to K."""
+        return 1 if self.method.averages_gradients else steps_to_next(self.param_groups[0], self.steps_taken)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Compare notes with the other workers, and lay the anchors down; `step` does it if it was not called.
+
+        Happens once before the first step, and again after loading a state or adding parameters.
+
+        Raises:
+            ValueError: workers differ in parameter names, shapes, dtypes, settings or initial weights.
+        """
+        self._check_attached()
+        if self._agreed:
+            return
+        new = [p for group in self.param_groups if not group["started"] for p in group["params"] if p in self.state]
+        for p in new:
+            if "anchor" in self.state[p]:
+                self.state[p]["anchor"].copy_(p)  # the weights may have been loaded after the optimizer was built
+        members = self.named_members()
+        settings = [{"method": self.method.name, **_plain(g)} for g in self.param_groups]
+        check_agreement(members, settings, self.workers, weights=[m for m in members if not m[2]["started"]])
+        self._agreed = True
+
+    def _check_attached(self) -> None:
+        if self.workers.size != self._num_workers:
+            raise RuntimeError(
+                f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "
+                "workers=… and load the state_dict"
+            )
+
+    # -- copying, saving, loading --------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the connection to the other workers."""
+        return {**super().__getstate__(), "method": self.method, "_num_workers": self._num_workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is alone; it refuses to step if the original was not."""
+        super().__setstate__(state)
+        if "method" not in state:  # torch calls this from load_state_dict too, with state and groups alone
+            return
+        num_workers = self._num_workers
+        self._attach(Solo())
+        self._num_workers = num_workers
+        self.before, self.after = self.method.rules(self.defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; workers compare notes again before the next step."""
+        super().load_state_dict(state_dict)
+        self._agreed = self._gradients_averaged = False
+        self._averaged_at = 0
+        self.report = SyncReport(step=0)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal on all workers in a group: its settings, as plain values, and the steps taken."""
+    hidden = ("params", "param_names", "skipped_steps", "skipped_in_a_row")
+    plain = {key: value for key, value in group.items() if key not in hidden}
+    return {key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+
+
+def _check_keys(param_group: Mapping[str, Any], method: Method) -> None:
+    """Refuse what a group may not set; torch itself keeps any key without a word.
+
+    Raises:
+        ValueError: a setting that this method does not have, or a key that looks like a misspelt one.
+    """
+    known = {*method.settings, "params", "param_names", "rank", *_SCHEDULER_KEYS}
+    for key in param_group:
+        foreign = key in LOCAL_DEFAULTS or key in SYNC_DEFAULTS or nearest(key, method.settings)
+        if key not in known and foreign:
+            raise ValueError(f"parameter group: {unknown('setting', key, method.settings)}")
+        if key in _WHOLE_OPTIMIZER:
+            raise ValueError(f"parameter group: {key} holds for all groups: give it to the optimizer")
+
+
+class LoRDO(DistributedOptimizer):
+    """Low-rank Adam on each worker, one basis for all from the averaged pseudo-gradient, communication every K steps.
+
+    Jovanović et al., "LoRDO: Distributed Low-Rank Optimization with Infrequent Communication", ICML 2026, arXiv 2602.04396. For a
+    weight W (m, n), m <= n, with gradient G, error E and basis Q (m, r):
+
+        X = G + E,  g = QᵀX,  E = X − Q g,  u, v = moments of g
+        W = (1 − lr·wd) W − lr [ (1−ω) X / μ(√v̂ + ε) + ω Q (û / (√v̂ + ε)) ]
+
+    and every K steps: average W, u, v over the workers; Δ = W − anchor; Q = leading r left singular vectors of Δ; u, v rotated.
+
+    Args:
+        params: `lordo.param_groups(model, rank=…)` (recommended: it keeps embeddings and heads full-rank), parameters, or
+            (name, parameter) pairs. Without module types every matrix whose smaller side exceeds the rank is low-rank.
+        lr: learning rate.
+        rank: r. None: every weight is full-rank, and with omega=1 the step is AdamW's. May differ per group.
+        sync_every: K, steps between two averages of the parameters.
+        sync_exp_avg_every, sync_exp_avg_sq_every: the same for the moments; None follows sync_every.
+        sync_error_every: the same for the error; None never averages it.
+        betas: decay of the two moments. eps: added to the denominator. weight_decay: decoupled, as in AdamW.
+        omega: ω, the share of the low-rank momentum; None is max(0.9, 1 − 1/K); 1 switches the full-rank term off.
+        error_feedback: keep what projection drops and add it to the next gradient (memory: one tensor of the weight's shape).
+        fullrank_signal: F of the full-rank term, "gradient+error" (X) or "gradient" (G, the formula as printed in the paper).
+        fullrank_denominator: μ, "channel" (one mean for each column) or "mean" (one for the matrix, as in the paper).
+        basis: "svd", "subspace" (a few matrix products), or "auto" (svd up to a smaller side of 128).
+        workers: None (alone), a process group, a one-dimensional DeviceMesh, or what `lordo.simulate` hands out.
+
+    Raises:
+        ValueError, TypeError: see DistributedOptimizer.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: int | None = _REQUIRED,
+        sync_every: int = 32,
+        sync_exp_avg_every: int | None = None,
+        sync_exp_avg_sq_every: int | None = None,
+        sync_error_every: int | None = None,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        omega: float | None = None,
+        error_feedback: bool = True,
+        fullrank_signal: FullrankSignal = "gradient+error",
+        fullrank_denominator: FullrankDenominator = "channel",
+        basis: BasisMethod = "auto",
+        workers: Any = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(
+            params,
+            "lordo",
+            workers=workers,
+            lr=lr,
+            rank=rank,
+            sync_every=sync_every,
+            sync_exp_avg_every=sync_exp_avg_every,
+            sync_exp_avg_sq_every=sync_exp_avg_sq_every,
+            sync_error_every=sync_error_every,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            omega=omega,
+            error_feedback=error_feedback,
+            fullrank_signal=fullrank_signal,
+            fullrank_denominator=fullrank_denominator,
+            basis=basis,
+        )

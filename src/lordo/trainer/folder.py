@@ -1,0 +1,97 @@
+"""The folder of a run: settings, metrics, table, model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from lordo.trainer.config import RunConfig
+from lordo.trainer.loop import Progress
+from lordo.trainer.recipe import dump
+from lordo.trainer.summary import Summary
+from lordo.trainer.terminal import print_summary, wide_console
+
+
+class RunFolder:
+    """`<output>/<name>/`, or `<name>-2`, … where that exists: nothing of an earlier run is overwritten."""
+
+    def __init__(self, config: RunConfig, *, path: Path | None = None) -> None:
+        """Make the folder (at `path` if that is given) and write the resolved settings into it.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
+        self.path = _new_folder(Path(config.output), config.name) if path is None else path
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            dump(config, self.path / "config.toml")
+            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        except OSError as error:
+            if path is None:  # made just now, and empty
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise ValueError(f"the run's folder {self.path} cannot be written: {error.strerror}") from error
+
+    def record(self, progress: Progress) -> None:
+        """Append one line to `metrics.jsonl`, on disk at once, so that a run can be watched; what JSON lacks (NaN) as null."""
+        self._metrics.write(json.dumps(jsonable(asdict(progress))) + "\n")
+        self._metrics.flush()
+
+    def finish(self, summary: Summary, model: PreTrainedModel | None) -> None:
+        """Write the model as `from_pretrained` reads it, the table as text and, last, as JSON: a folder that has that is finished."""
+        self._metrics.close()
+        if model is not None:
+            with no_progress_bars():
+                model.save_pretrained(self.path / "model")
+        with (self.path / "summary.txt").open("w", encoding="utf-8") as file:
+            print_summary(summary, wide_console(file))
+        (self.path / "summary.json").write_text(json.dumps(jsonable(asdict(summary)), indent=2) + "\n", encoding="utf-8")
+
+
+def jsonable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with None for the numbers that JSON lacks: NaN and the infinities."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+
+
+def load_summary(path: Path) -> Summary | None:
+    """The summary of a finished run's folder; None of any other."""
+    try:
+        values: dict[str, Any] = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        return Summary(**values | {name: math.nan for name, value in values.items() if value is None})
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over the terminal."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _new_folder(output: Path, name: str) -> Path:
+    for number in range(1, 10_000):
+        path = output / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not output.is_dir():
+                raise ValueError(f"output = '{output}' is a file: runs need a folder to go into") from None
+            continue
+        except OSError as error:
+            raise ValueError(f"the run's folder {path} cannot be made: {error.strerror}") from error
+        return path
+    raise ValueError(f"there are thousands of runs named '{name}' in {output}: choose another name")

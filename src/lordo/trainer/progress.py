@@ -1,0 +1,57 @@
+"""The progress of a run, shown while it goes on and recorded."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from lordo.trainer.config import RunConfig
+from lordo.trainer.folder import RunFolder
+from lordo.trainer.loop import Progress
+from lordo.trainer.terminal import human_bytes
+
+
+class Terminal:
+    """Shows the progress: one line that changes where there is a terminal, a line for each record where there is none."""
+
+    def __init__(self, console: Console, folder: RunFolder, config: RunConfig) -> None:
+        """Show on a console, and record into a folder."""
+        self.console, self.folder, self.config = console, folder, config
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Terminal:
+        """Start the live line."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Take the live line away."""
+        if self._live is not None:
+            self._live.stop()
+
+    def progressed(self, progress: Progress) -> None:
+        """Show and record."""
+        self.folder.record(progress)
+        line = progress_line(progress, self.config.train.steps)
+        if self._live is None or progress.validation_loss is not None:
+            self.console.print(line, highlight=False, soft_wrap=True)
+        if self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def progress_line(progress: Progress, steps: int) -> str:
+    """Step, loss with its spread over workers, speed, traffic, steps to the next synchronisation."""
+    parts = [
+        f"step {progress.step:>{len(str(steps))}}/{steps}",
+        f"loss {progress.loss:.4f} ({progress.loss_min:.3f} to {progress.loss_max:.3f})",
+        f"{progress.tokens_per_second:,.0f} tokens/s",
+        f"sent {human_bytes(progress.bytes_sent)} per worker",
+        f"next sync in {progress.steps_to_next_sync}",
+    ]
+    if progress.validation_loss is not None:
+        parts.append(f"validation loss {progress.validation_loss:.4f}")
+    if progress.skipped_steps:
+        parts.append(f"{progress.skipped_steps} steps skipped (gradient not finite)")
+    return "  ".join(parts)

@@ -1,0 +1,118 @@
+"""The result of a run: what it reached, sent, held and took, and what is needed to repeat it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from lordo.accounting import adamw_state_bytes, measured_state_bytes, state_bytes, traffic
+from lordo.methods import METHODS
+from lordo.sync import Comm
+from lordo.trainer.loop import Outcome, Prepared
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a run: everything in its table, and what is needed to repeat it.
+
+    Attributes:
+        validation_loss: nats per token of the averaged model. perplexity: e to that. bits_per_token: in bits.
+        bytes_sent: per worker and kind, as counted, evaluation left out. bytes_predicted: the same from shapes alone.
+        ddp_bytes: what DDP with AdamW sends for the same steps. state_bytes: optimizer state per worker and kind, measured.
+        state_predicted: the same from shapes alone. adamw_bytes: what torch's AdamW holds for the same weights.
+        seconds: of the training, split into compute, basis refresh, communication, evaluation.
+        took_turns: whether the workers shared this process: seconds are then of all of them together.
+    """
+
+    name: str
+    method: str
+    workers: int
+    steps: int
+    tokens: int
+    num_parameters: int
+    validation_loss: float
+    perplexity: float
+    bits_per_token: float
+    bytes_sent: dict[str, int]
+    bytes_predicted: dict[str, int]
+    ddp_bytes: int
+    state_bytes: dict[str, int]
+    state_predicted: dict[str, int]
+    adamw_bytes: int
+    seconds: dict[str, float]
+    took_turns: bool
+    skipped_steps: int
+    environment: dict[str, str]
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent per worker in all."""
+        return sum(self.bytes_sent.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes of optimizer state per worker in all."""
+        return sum(self.state_bytes.values())
+
+
+def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, took_turns: bool) -> Summary:
+    """The summary of a finished run, as worker 0 sees it."""
+    config, settings, weights = prepared.config, prepared.settings, prepared.weights
+    steps, num_workers = config.train.steps, workers.size
+    sent = {tag: workers.bytes_sent(tag) for tag in sorted(workers.moved) if tag != "evaluation" and workers.moved[tag]}
+    predicted = traffic(prepared.method, weights, settings, steps=steps, num_workers=num_workers, final_average=True)
+    ddp = METHODS["ddp-adamw"]
+    others = {kind: workers.seconds[kind] for kind in ("basis refresh", "communication", "evaluation")}
+    return Summary(
+        name=config.name,
+        method=prepared.method.name,
+        workers=num_workers,
+        steps=steps,
+        tokens=steps * config.batch.per_worker_sequences * config.data.sequence_length * num_workers,
+        num_parameters=sum(w.numel for w in weights),
+        validation_loss=outcome.evaluation.loss,
+        perplexity=outcome.evaluation.perplexity,
+        bits_per_token=outcome.evaluation.bits_per_token,
+        bytes_sent=sent,
+        bytes_predicted=dict(sorted(predicted.items())),
+        ddp_bytes=traffic(ddp, weights, ddp.resolve({}), steps=steps, num_workers=num_workers).total(),
+        state_bytes=dict(measured_state_bytes(outcome.optimizer)),
+        state_predicted=dict(state_bytes(prepared.method, weights, settings)),
+        adamw_bytes=adamw_state_bytes(weights),
+        seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
+        took_turns=took_turns,
+        skipped_steps=outcome.skipped_steps,
+        environment=environment(),
+    )
+
+
+def environment() -> dict[str, str]:
+    """Versions, machine and commit, so that a result can be placed."""
+    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    for package in ("lordo", "torch", "transformers", "datasets"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a package"
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    commit = _git("rev-parse", "--short", "HEAD")
+    if commit:
+        found["commit"] = commit + (" with local changes" if _git("status", "--porcelain", "-uno") else "")
+    return found
+
+
+def _git(*arguments: str) -> str:
+    """What git says in the folder of this package; empty where it is no checkout."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    try:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
