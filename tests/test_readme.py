@@ -45,8 +45,11 @@ def test_command_runs(command, tmp_path):
     for name in ("recipes", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     words = installed(command)
-    trains = "train" in words or "compare" in words
-    done = run([*words, *(SHORT if trains else []), *(["--layers", "1", "--repeats", "1"] if "benchmarks/step.py" in words else [])], tmp_path)
+    if "train" in words or "compare" in words:
+        words += SHORT
+    if "benchmarks/step.py" in words:
+        words += ["--layers", "1", "--repeats", "1"]
+    done = run(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
