@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -188,11 +189,11 @@ def _torch_ddp(rank: int, init: str, file: str) -> None:
         optimizer.zero_grad()
     if rank == 0:
         torch.save(net.module.state_dict(), file)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # torch's DDP holds the group to the end, and gloo then aborts or hangs, once in a while (pytorch issue 190489)
 
 
 def test_ddp_adamw_is_torch_ddp_with_adamw(tmp_path):
-    """In new processes: a forked one hangs at its end, once in a while, when it has used torch's DDP."""
     start_processes(_torch_ddp, args=(f"file://{tmp_path}/meet", f"{tmp_path}/weights"), nprocs=2, start_method="spawn")
     theirs = torch.load(tmp_path / "weights", weights_only=True)
     ours = lordo.simulate(lambda workers: losses("ddp-adamw", workers)[1].named_members(), 2)[0]

@@ -320,7 +320,8 @@ def test_a_first_own_step_after_a_synchronisation_is_no_larger_than_a_first_step
     ids=str,
 )
 def test_bytes_are_those_of_the_closed_form(num_workers, dtype, periods):
-    """s L + 2 r L numbers an average, s r a basis, s L once for the first basis; 2 (M−1)/M of it all-reduced, (M−1)/M broadcast."""
+    """s L + 2 r L numbers an average, s r a basis, s L once for the first one; of N bytes, 2 (M−1)/M N where all get the result,
+    (M−1)/M N where one worker sends or gets."""
     steps, r, size = 12, 2, 8 if dtype == torch.float64 else 4
     lowrank, full = [(6, 9), (9, 6), (7, 7), (3, 40)], [(5,), (), (4, 3, 2), (2, 30), (0, 4)]
     sides = [(min(shape), max(shape)) for shape in lowrank]
@@ -336,9 +337,8 @@ def test_bytes_are_those_of_the_closed_form(num_workers, dtype, periods):
         "exp_avg": num_moment * times("sync_exp_avg_every"),
         "exp_avg_sq": num_moment * times("sync_exp_avg_sq_every"),
         "error": num_matrix * times("sync_error_every") if "sync_error_every" in periods else 0,
-        "first gradient": num_matrix,
     }
-    broadcast = {"basis": sum(s * r for s, _ in sides) * (1 + times("sync_every"))}
+    broadcast = {"basis": sum(s * r for s, _ in sides) * (1 + times("sync_every")), "first gradient": num_matrix}
 
     for optimizer in run_workers(lowrank + full, num_workers=num_workers, steps=steps, dtype=dtype, lr=0.01, rank=r, **periods):
         workers = optimizer.workers

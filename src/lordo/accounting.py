@@ -18,7 +18,7 @@ from lordo.lowrank import canonical_shape
 from lordo.methods import Method
 from lordo.optim import is_lowrank
 from lordo.sync.schedule import num_due
-from lordo.sync.wire import all_reduce_moves, broadcast_moves, sent_bytes, wire_bytes, wire_dtype
+from lordo.sync.wire import all_reduce_moves, broadcast_moves, reduce_moves, sent_bytes, wire_bytes, wire_dtype
 
 # Everything a method may hold for a parameter, in the order in which it is told.
 STATE_KINDS = ("exp_avg", "exp_avg_sq", "basis", "error", "anchor", "outer_momentum", "step")
@@ -122,7 +122,7 @@ def traffic(
         if "exp_avg" in method.averages:
             moved["step"] += num_due(settings, "exp_avg", steps) * all_reduce_moves(STEP_BYTES)
         if method.basis_from == "sync" and weight.is_lowrank:
-            moved["first gradient"] += all_reduce_moves(wire_bytes(weight.numel, weight.dtype))
+            moved["first gradient"] += reduce_moves(wire_bytes(weight.numel, weight.dtype))
             refreshes = 1 + num_due(settings, "parameters", steps)
             moved["basis"] += refreshes * broadcast_moves(wire_bytes(basis_numel(weight), weight.dtype))
         if method.averages and weight.is_lowrank and settings["error_feedback"]:

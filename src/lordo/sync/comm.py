@@ -18,6 +18,7 @@ from lordo.sync.wire import (
     all_reduce_moves,
     broadcast_moves,
     buckets,
+    reduce_moves,
     sent_bytes,
     travels_alone,
     wire_bytes,
@@ -101,6 +102,18 @@ class Comm(ABC):
             if t is not f:
                 t.copy_(f)
 
+    def mean_at_(self, tensor: Tensor, *, target: int, tag: str) -> None:
+        """Replace a tensor on worker `target` by its mean over the workers; on the others it is left with numbers of no use.
+
+        Half of what `mean_` sends, for what only one worker needs.
+        """
+        if self.size == 1 or not tensor.numel():
+            return
+        self.moved[tag] += reduce_moves(wire_bytes(tensor.numel(), tensor.dtype))
+        with self.transfer():
+            self.sum_at_(tensor, target=target)
+            tensor.div_(self.size)
+
     def send_(self, tensors: Sequence[Tensor], *, source: int, tag: str) -> None:
         """Overwrite tensors by those of worker `source`, in one message per dtype and device."""
         tensors = [t for t in tensors if t.numel()]
@@ -135,6 +148,10 @@ class Comm(ABC):
         """Replace a contiguous tensor by its sum over the workers."""
 
     @abstractmethod
+    def sum_at_(self, tensor: Tensor, *, target: int) -> None:
+        """Replace a contiguous tensor on worker `target` by its sum over the workers."""
+
+    @abstractmethod
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """Overwrite a contiguous tensor by that of worker `source`."""
 
@@ -162,6 +179,9 @@ class Solo(Comm):
         super().__init__(0, 1)
 
     def sum_(self, tensor: Tensor) -> None:
+        """The sum over one worker."""
+
+    def sum_at_(self, tensor: Tensor, *, target: int) -> None:
         """The sum over one worker."""
 
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:

@@ -45,6 +45,11 @@ class Group(Comm):
         with self._waiting("a sum"):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
 
+    def sum_at_(self, tensor: Tensor, *, target: int) -> None:
+        """Sum at one member of the group."""
+        with self._waiting(f"a sum for worker {target}"):
+            dist.reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, group_dst=target)
+
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """From group member `source` to all."""
         with self._waiting(f"a broadcast from worker {source}"):

@@ -92,7 +92,7 @@ class FirstBasis(Stateless):
         refresh = Refresh(optimizer, comm, members, step)
         for i, (_, p, _) in enumerate(members):
             gradient = _usable_gradient(p)
-            comm.mean_([("first gradient", gradient)])
+            comm.mean_at_(gradient, target=refresh.owners[i], tag="first gradient")
             refresh.compute(i, gradient, first=True)
         refresh.install()
 
@@ -207,7 +207,7 @@ class Refresh:
         self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
 
     def compute(self, i: int, matrix: Tensor, *, first: bool = False) -> None:
-        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, equal on all workers."""
+        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, which only this worker needs."""
         name, p, settings = self.members[i]
         if self.owners[i] != self.comm.rank:
             return

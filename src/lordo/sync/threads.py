@@ -1,8 +1,8 @@
 """Workers that are threads of one process, taking turns.
 
-One worker computes at a time, with all of torch's threads; the turn passes on when a worker has to wait for the others. That
-costs nothing (the cores are busy either way) and makes a simulation repeat to the bit, random numbers included: each worker has its
-own state of torch's global generator.
+A turn passes on when a worker has to wait for the others. With one worker at a time (the default) a simulation repeats to the bit,
+random numbers included: each worker has its own state of torch's global generator. With as many at once as there are cores, and one
+torch thread each, small models train faster; results still repeat to the bit as long as nothing draws from the global generator.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import ctypes
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +30,10 @@ class _Stopped(SystemExit):
 class _Room:
     """Where the workers of one simulation meet. One condition variable guards everything in it."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.size = num_workers
+    def __init__(self, num_workers: int, at_once: int) -> None:
+        self.size, self.at_once = num_workers, at_once
         self.changed = threading.Condition()
-        self.turn = 0
+        self.running = set(range(min(at_once, num_workers)))
         self.posted: dict[int, tuple[str, Any]] = {}
         self.left: set[int] = set()
         self.meetings = 0
@@ -53,14 +53,16 @@ class _Room:
 
     def wait_for_turn(self, rank: int) -> None:
         """Block until it is this worker's turn (the lock is held)."""
-        self.changed.wait_for(lambda: self.turn == rank or self.failure is not None)
+        self.changed.wait_for(lambda: rank in self.running or self.failure is not None)
         if self.failure is not None:
             raise _Stopped
 
     def pass_turn(self, rank: int) -> None:
-        """Let the next worker on who still has something to do (the lock is held)."""
-        others = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        self.turn = next((w for w in others if w not in self.posted and w not in self.left), self.turn)
+        """Let the next worker on that has something to do (the lock is held)."""
+        self.running.discard(rank)
+        for worker in ((rank + i) % self.size for i in range(1, self.size + 1)):
+            if len(self.running) < self.at_once and worker not in self.posted and worker not in self.left:
+                self.running.add(worker)
         self.changed.notify_all()
 
     def meet(self, rank: int, call: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
@@ -75,12 +77,12 @@ class _Room:
                 self.seconds["communication"] += time.perf_counter() - start
                 self.posted.clear()
                 self.meetings += 1
-            saved = torch.get_rng_state()
+            assert self.meetings > meeting or rank in self.posted
+            saved = torch.get_rng_state() if self.at_once == 1 else None
             self.pass_turn(rank)
-            self.changed.wait_for(lambda: self.failure is not None or (self.turn == rank and self.meetings > meeting))
-            if self.failure is not None:
-                raise _Stopped
-            torch.set_rng_state(saved)
+            self.wait_for_turn(rank)  # nobody who waits in a meeting gets a turn before it is over
+            if saved is not None:
+                torch.set_rng_state(saved)
             return self.outcome
 
     def _check(self, rank: int) -> None:
@@ -105,6 +107,16 @@ class _Thread(Comm):
         """Nothing to time: communication is counted where the workers meet, without the waiting for a turn."""
         return nullcontext()
 
+    @contextmanager
+    def timed(self, tag: str) -> Iterator[None]:
+        """Add the seconds of a block to those of all workers."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._room.changed:
+                self.seconds[tag] += time.perf_counter() - start
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum in order of rank, so that the result repeats to the bit."""
 
@@ -116,6 +128,17 @@ class _Thread(Comm):
                 t.copy_(total)
 
         self._room.meet(self.rank, f"sum of {_kind(tensor)}", tensor, combine)
+
+    def sum_at_(self, tensor: Tensor, *, target: int) -> None:
+        """Sum in order of rank, into the target's tensor."""
+
+        def combine(tensors: list[Tensor]) -> None:
+            total = tensors[0].clone()
+            for t in tensors[1:]:
+                total.add_(t)
+            tensors[target].copy_(total)
+
+        self._room.meet(self.rank, f"sum of {_kind(tensor)} for {target}", tensor, combine)
 
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """Copy from the source."""
@@ -136,7 +159,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.numel()} numbers of {tensor.dtype}"
 
 
-def simulate(fn: Callable[[Comm], Result], num_workers: int = 4) -> list[Result]:
+def simulate(fn: Callable[[Comm], Result], num_workers: int = 4, *, at_once: int = 1) -> list[Result]:
     """Run `fn(workers)` once for each of several workers, in threads of this process.
 
     The workers take turns, in order of rank, switching where one waits for the others; a simulation repeats to the bit. Each worker
@@ -145,18 +168,21 @@ def simulate(fn: Callable[[Comm], Result], num_workers: int = 4) -> list[Result]
     Args:
         fn: what a worker does; its argument goes to `LoRDO(..., workers=workers)`.
         num_workers: M.
+        at_once: how many workers compute at the same time. Above 1 they share the global generator, so that a model with dropout does
+            not repeat to the bit; give each `torch.set_num_threads(1)` then, or their threads get into each other's way.
 
     Returns:
         What each worker returned, in order of rank.
 
     Raises:
-        ValueError: num_workers below 1.
+        ValueError: num_workers or at_once below 1.
         Exception: the first error of any worker; the others are stopped.
         KeyboardInterrupt: after all workers are stopped.
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers must be a whole number of at least 1; got {num_workers!r}")
-    room = _Room(num_workers)
+    for name, number in (("num_workers", num_workers), ("at_once", at_once)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1; got {number!r}")
+    room = _Room(num_workers, at_once)
     results: dict[int, Result] = {}
     start = torch.get_rng_state()
     threads = [
@@ -186,7 +212,8 @@ def _work(fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[in
     try:
         with room.changed:
             room.wait_for_turn(rank)
-            torch.set_rng_state(rng_state)
+            if room.at_once == 1:
+                torch.set_rng_state(rng_state)
         results[rank] = fn(_Thread(rank, room))
         with room.changed:
             room.left.add(rank)
@@ -203,10 +230,11 @@ def _work(fn: Callable[[Comm], Result], rank: int, room: _Room, results: dict[in
 
 
 def _stop(threads: list[threading.Thread], room: _Room) -> None:
-    """After a failure, interrupt the worker that is computing (the others wake by themselves); then wait for all of them."""
-    computing = room.turn if room.turn != room.failed_rank else None
-    if room.failure is not None and computing is not None and (ident := threads[computing].ident) is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+    """After a failure, interrupt the workers that are computing (the others wake by themselves); then wait for all of them."""
+    if room.failure is not None:
+        for rank in room.running - {room.failed_rank}:
+            if (ident := threads[rank].ident) is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
     for thread in threads:
         if thread.ident is not None:
             thread.join()

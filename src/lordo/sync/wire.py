@@ -29,6 +29,11 @@ def all_reduce_moves(payload_bytes: int) -> int:
     return 2 * payload_bytes
 
 
+def reduce_moves(payload_bytes: int) -> int:
+    """Bytes that a sum for one worker alone moves, in the same units: the reverse of a broadcast."""
+    return payload_bytes
+
+
 def broadcast_moves(payload_bytes: int) -> int:
     """Bytes that a broadcast (or the all-gather of parts that make up the payload) moves, in the same units."""
     return payload_bytes

@@ -246,10 +246,11 @@ def _text(data: DataConfig, seed: int) -> Splits:
 def modelled_seconds(summary: Summary, bits_per_second: float) -> float:
     """Seconds of a run on machines of this speed joined by a link: compute of one worker, then its bytes over the link.
 
-    Workers in threads take turns, so that one worker's compute is the M-th part of the measured. Latency is left out.
+    M workers in one process, so many at once, took M / at_once times as long as one alone. Latency is left out.
     """
     busy = summary.seconds["compute"] + summary.seconds["basis refresh"]
-    return busy / (summary.workers if summary.took_turns else 1) + summary.sent * 8 / bits_per_second
+    share = summary.at_once / summary.workers if summary.at_once else 1.0
+    return busy * share + summary.sent * 8 / bits_per_second
 
 
 def each_metric(row: Row, name: str) -> Iterable[tuple[list[int], list[float]]]:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from lordo.sync import Comm, as_comm, simulate
+from lordo.sync import Comm, Solo, as_comm, simulate
 from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import RunFolder
-from lordo.trainer.loop import Outcome, Prepared, prepare, train
+from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
+from lordo.trainer.models import drops_out
 from lordo.trainer.progress import Terminal
 from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary
@@ -54,17 +55,38 @@ def _run_threads(config: RunConfig, console: Console) -> Summary:
 def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, keep_model: bool = True) -> Summary:
     """Train with all workers in this process, and leave the result in the folder."""
     comms: list[Comm] = []
+    at_once = workers_at_once(prepared)
 
     def work(workers: Comm) -> Outcome:
         comms.append(workers)
+        if at_once > 1 and prepared.config.train.threads is None:
+            torch.set_num_threads(1)  # of this worker's thread alone
         return train(prepared, workers, terminal if workers.rank == 0 else None)
 
     with Terminal(console, folder, prepared.config) as terminal:
-        outcomes = simulate(work, prepared.config.workers)
+        outcomes = simulate(work, prepared.config.workers, at_once=at_once)
     comm = min(comms, key=lambda workers: workers.rank)
-    summary = summarize(prepared, outcomes[0], comm, took_turns=True)
+    summary = summarize(prepared, outcomes[0], comm, at_once=at_once)
     folder.finish(summary, outcomes[0].model if keep_model else None)
     return summary
+
+
+def workers_at_once(prepared: Prepared) -> int:
+    """How many workers compute at the same time in one process.
+
+    As many as there are cores, each with one thread, unless the recipe asks for more threads: that is what keeps cores busy with models
+    small enough for one process. One at a time on a GPU, and where the model drops out: dropout draws from a generator that all share.
+    """
+    config = prepared.config
+    on_cpu = pick_device(config.train.device, Solo()).type == "cpu"
+    if not on_cpu or drops_out(config.model):
+        return 1
+    return max(1, min(config.workers, available_cores() // (config.train.threads or 1)))
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_processes(config: RunConfig, console: Console) -> Summary | None:
@@ -97,7 +119,7 @@ def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     folder = _begin(prepared, console)
     with Terminal(console, folder, config) as terminal:
         outcome = train(prepared, workers, terminal)
-    summary = summarize(prepared, outcome, workers, took_turns=False)
+    summary = summarize(prepared, outcome, workers, at_once=None)
     folder.finish(summary, outcome.model)
     _tell_end(summary, folder, console)
     return summary

@@ -1,5 +1,6 @@
 """Causal language models built from a config, and their loss on validation blocks."""
 
+import threading
 from typing import Any, cast
 
 import torch
@@ -9,18 +10,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lordo.suggest import unknown
 from lordo.trainer.config import ModelConfig
 
+_ONE_AT_A_TIME = threading.Lock()  # all threads share torch's generator
+
 
 def build_model(config: ModelConfig, *, seed: int) -> PreTrainedModel:
     """Build a model with random float32 weights, on the CPU and in training mode.
 
     The same seed gives the same bits, whatever was drawn before; torch's CPU generator is put back as it was (it is
-    borrowed meanwhile, so no other thread may draw from it then).
+    borrowed meanwhile; other threads that build wait, others that draw from it must not).
 
     Raises:
         ValueError: `model_type` is lacking or unknown, the type has no such setting, or transformers refuses a value.
     """
     settings, auto = transformers_config(config), cast(Any, AutoModelForCausalLM)  # its methods carry no types
-    with torch.random.fork_rng(devices=[]):
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
             model: PreTrainedModel = auto.from_config(settings, dtype=torch.float32)
@@ -70,6 +73,13 @@ def _check_keys(given: dict[str, Any], made: PreTrainedConfig, default: PreTrain
 def _told(error: Exception) -> str:
     """Give an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def drops_out(config: ModelConfig) -> bool:
+    """Whether a model of this config draws random numbers when it trains."""
+    settings = transformers_config(config).to_dict()
+    words = ("dropout", "pdrop", "drop_rate", "layerdrop")
+    return any(isinstance(value, float) and value > 0 and any(word in key for word in words) for key, value in settings.items())
 
 
 def check_fits(model: PreTrainedModel, *, vocabulary: int, sequence_length: int) -> None:

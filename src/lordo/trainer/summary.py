@@ -15,6 +15,8 @@ from lordo.methods import METHODS
 from lordo.sync import Comm
 from lordo.trainer.loop import Outcome, Prepared
 
+SHARED_WORK = ("basis refresh", "communication", "evaluation")  # what is timed beside compute
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -26,7 +28,8 @@ class Summary:
         ddp_bytes: what DDP with AdamW sends for the same steps. state_bytes: optimizer state per worker and kind, measured.
         state_predicted: the same from shapes alone. adamw_bytes: what torch's AdamW holds for the same weights.
         seconds: of the training, split into compute, basis refresh, communication, evaluation.
-        took_turns: whether the workers shared this process: seconds are then of all of them together.
+        at_once: how many workers computed at a time where all shared one process (seconds are then of all of them together); None
+            where each had its own.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Summary:
     state_predicted: dict[str, int]
     adamw_bytes: int
     seconds: dict[str, float]
-    took_turns: bool
+    at_once: int | None
     skipped_steps: int
     environment: dict[str, str]
 
@@ -60,14 +63,15 @@ class Summary:
         return sum(self.state_bytes.values())
 
 
-def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, took_turns: bool) -> Summary:
+def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: int | None) -> Summary:
     """The summary of a finished run, as worker 0 sees it."""
     config, settings, weights = prepared.config, prepared.settings, prepared.weights
     steps, num_workers = config.train.steps, workers.size
     sent = {tag: workers.bytes_sent(tag) for tag in sorted(workers.moved) if tag != "evaluation" and workers.moved[tag]}
     predicted = traffic(prepared.method, weights, settings, steps=steps, num_workers=num_workers, final_average=True)
     ddp = METHODS["ddp-adamw"]
-    others = {kind: workers.seconds[kind] for kind in ("basis refresh", "communication", "evaluation")}
+    # workers in one process refresh and evaluate side by side, and their seconds add up; they meet one at a time
+    others = {kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK}
     return Summary(
         name=config.name,
         method=prepared.method.name,
@@ -85,7 +89,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, took_turns
         state_predicted=dict(state_bytes(prepared.method, weights, settings)),
         adamw_bytes=adamw_state_bytes(weights),
         seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
-        took_turns=took_turns,
+        at_once=at_once,
         skipped_steps=outcome.skipped_steps,
         environment=environment(),
     )
