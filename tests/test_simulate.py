@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lordo
-from common import everything, parameters, randn, train
+from common import assert_same_bits, everything, parameters, randn, train
 from lordo.sync import WorkerError
 
 pytestmark = pytest.mark.usefixtures("rng_untouched")
@@ -306,3 +306,59 @@ def test_ctrl_c_ends_a_simulation_within_about_a_second(kind):
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
     assert "Exception in thread" not in errors
     assert seconds < 4, "about a second, on a machine that is not busy"
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 4, 9])
+def test_several_at_once_give_the_same_bits(at_once):
+    """Sums are formed in order of rank, whoever came first."""
+
+    def one_worker(workers):
+        torch.set_num_threads(1)
+        params = parameters((6, 9), (12, 5), (4,))
+        optimizer = lordo.LoRDO(params, rank=2, lr=0.01, sync_every=3, workers=workers)
+        train(optimizer, params, 9, worker=workers.rank)
+        return everything(optimizer)
+
+    plain = lordo.simulate(one_worker, 4)
+    for one, other in zip(plain, lordo.simulate(one_worker, 4, at_once=at_once), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_no_more_than_asked_for_compute_at_once():
+    computing, most, lock = set(), [0], threading.Lock()
+
+    def one_worker(workers):
+        for _ in range(20):
+            with lock:
+                computing.add(workers.rank)
+                most[0] = max(most[0], len(computing))
+            time.sleep(0.001)
+            with lock:
+                computing.discard(workers.rank)
+            workers.gather(None)
+
+    lordo.simulate(one_worker, 4, at_once=2)
+    assert most[0] == 2
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_the_first_error_stops_all_that_compute(at_once):
+    def one_worker(workers):
+        if workers.rank == 0:
+            raise KeyError("the first")
+        while True:
+            sum(range(100))
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="the first"):
+        lordo.simulate(one_worker, 4, at_once=at_once)
+    assert time.monotonic() - start < 20  # it would be for ever
+
+
+@pytest.mark.parametrize("at_once", [0, -1, 1.5, True])
+def test_at_once_is_a_whole_number_of_at_least_one(at_once):
+    with pytest.raises(ValueError, match="at_once must be a whole number of at least 1"):
+        lordo.simulate(lambda workers: None, 2, at_once=at_once)

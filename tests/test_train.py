@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import lordo.cli
+import lordo.trainer.launch
 import lordo.trainer.loop
 from lordo.trainer.config import RunConfig, TrainConfig
 from lordo.trainer.data import load_blocks
-from lordo.trainer.loop import Progress, lr_factor
-from lordo.trainer.recipe import load
+from lordo.trainer.loop import Progress, lr_factor, prepare
+from lordo.trainer.recipe import load, override
 
 NUM_WORKERS, STEPS, SYNC_EVERY, TOKENS_PER_STEP = 4, 50, 4, 4 * 2 * 32
 
@@ -510,3 +511,39 @@ def test_losses_that_stay_nan_end_the_run_with_one_sentence(monkeypatch, tmp_pat
     [told] = capsys.readouterr().err.strip().splitlines()
     assert told.startswith("lordo: step ")
     assert "lower the learning rate or check the data" in told
+
+
+# ---- the tiny recipe
+
+
+@pytest.mark.slow
+def test_the_full_rank_term_leads_the_tiny_recipe_out_of_its_first_subspace(tmp_path):
+    """Overlap of the bases with the first ones, after one refresh: below 0.9 with the full-rank term, 1 without it."""
+    recipe = Path(__file__).parents[1] / "recipes" / "tiny.toml"
+
+    def overlap_of(*options: str) -> float:
+        assert lordo.cli.main(["train", str(recipe), "--output", str(tmp_path), *SHORT, *options]) == 0
+        folder = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        return lines(folder)[-1]["overlap_with_first"]
+
+    assert overlap_of() < 0.9
+    assert overlap_of("--method.omega", "1.0", "--method.error_feedback", "false") == pytest.approx(1, abs=1e-4)
+
+
+SHORT = ["--train.steps", "20", "--train.eval_sequences", "16", "--method.sync_every", "8"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "expected"),
+    [
+        ({}, 2, 2),
+        ({}, 16, 4),  # never more than there are workers
+        ({"train.threads": 2}, 2, 1),
+        ({"train.threads": 2}, 8, 4),
+        ({"model.config": {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 256}}, 2, 1),  # drops out
+    ],
+)
+def test_as_many_workers_compute_at_once_as_there_are_cores(monkeypatch, tmp_path, settings, cores, expected):
+    monkeypatch.setattr(lordo.trainer.launch, "available_cores", lambda: cores)
+    config = override(load(micro_recipe(tmp_path)), {"train.threads": None, **settings})
+    assert lordo.trainer.launch.workers_at_once(prepare(config)) == expected
