@@ -29,6 +29,7 @@ import lordo.trainer.launch
 import lordo.trainer.loop
 from lordo.trainer.config import RunConfig, TrainConfig
 from lordo.trainer.data import load_blocks
+from lordo.trainer.launch import UsageError
 from lordo.trainer.loop import Progress, lr_factor, prepare
 from lordo.trainer.recipe import load, override
 
@@ -547,3 +548,14 @@ def test_as_many_workers_compute_at_once_as_there_are_cores(monkeypatch, tmp_pat
     monkeypatch.setattr(lordo.trainer.launch, "available_cores", lambda: cores)
     config = override(load(micro_recipe(tmp_path)), {"train.threads": None, **settings})
     assert lordo.trainer.launch.workers_at_once(prepare(config)) == expected
+
+
+def test_what_one_machine_lacks_is_told_on_all(tmp_path):
+    good = load(micro_recipe(tmp_path))
+    lacking = override(good, {"data.source": [str(tmp_path / "not-here.py")]})
+
+    def prepared_alike(workers):
+        return lordo.trainer.launch._prepare_alike(lacking if workers.rank == 1 else good, workers)
+
+    with pytest.raises(UsageError, match=r"^worker 1: .*not-here\.py"):
+        lordo.simulate(prepared_alike, 3)

@@ -117,8 +117,8 @@ def _usage(usage: str, arguments: list[str]) -> int:
 
 
 def _speaks() -> bool:
-    """Of the processes that torchrun starts, the first one speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
+    """Of the processes that torchrun starts on a machine, the first one speaks for all."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
 def _refuse(sentence: str) -> int:

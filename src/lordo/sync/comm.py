@@ -141,7 +141,11 @@ class Comm(ABC):
         try:
             yield
         finally:
-            self.seconds[tag] += time.perf_counter() - start
+            self.add_seconds(tag, time.perf_counter() - start)
+
+    def add_seconds(self, tag: str, seconds: float) -> None:
+        """Add to `seconds[tag]`."""
+        self.seconds[tag] += seconds
 
     @abstractmethod
     def sum_(self, tensor: Tensor) -> None:

@@ -11,8 +11,8 @@ import ctypes
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -107,15 +107,10 @@ class _Thread(Comm):
         """Nothing to time: communication is counted where the workers meet, without the waiting for a turn."""
         return nullcontext()
 
-    @contextmanager
-    def timed(self, tag: str) -> Iterator[None]:
-        """Add the seconds of a block to those of all workers."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._room.changed:
-                self.seconds[tag] += time.perf_counter() - start
+    def add_seconds(self, tag: str, seconds: float) -> None:
+        """Add to the seconds of all workers, some of which may do so at the same time."""
+        with self._room.changed:
+            self.seconds[tag] += seconds
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum in order of rank, so that the result repeats to the bit."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary
 
 TIMEOUT = timedelta(minutes=10)
+Made = TypeVar("Made")
 
 
 class UsageError(ValueError):
@@ -45,7 +47,7 @@ def under_torchrun() -> bool:
 
 
 def _run_threads(config: RunConfig, console: Console) -> Summary:
-    prepared = _prepared(config)
+    prepared = _checked(lambda: prepare(config))
     folder = _begin(prepared, console)
     summary = run_in_threads(prepared, folder, console)
     _tell_end(summary, folder, console)
@@ -96,10 +98,10 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
             f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}: "
             f"start as many as there are workers, or add --workers {world}"
         )
-    on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    device = _checked(lambda: pick_device(config.train.device, Solo()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         return _work_as_process(config, console)
     finally:
@@ -111,8 +113,7 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
 def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     assert dist.group.WORLD is not None
     workers = as_comm(dist.group.WORLD)
-    prepared = _prepared(config)
-    _compare(workers, prepared)
+    prepared = _prepare_alike(config, workers)
     if workers.rank != 0:
         train(prepared, workers)
         return None
@@ -125,19 +126,17 @@ def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     return summary
 
 
-def _prepared(config: RunConfig) -> Prepared:
+def _checked(make: Callable[[], Made]) -> Made:
+    """What a function makes; its complaint about what was asked for as a UsageError."""
     try:
-        return prepare(config)
+        return make()
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def _begin(prepared: Prepared, console: Console) -> RunFolder:
     print_prepared(prepared, console)
-    try:
-        return RunFolder(prepared.config)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return _checked(lambda: RunFolder(prepared.config))
 
 
 def _tell_end(summary: Summary, folder: RunFolder, console: Console) -> None:
@@ -145,15 +144,35 @@ def _tell_end(summary: Summary, folder: RunFolder, console: Console) -> None:
     console.print(f"everything is in {folder.path}/", highlight=False, soft_wrap=True)
 
 
-def _compare(workers: Comm, prepared: Prepared) -> None:
-    """Processes on several machines may have been given different recipes or texts.
+def _prepare_alike(config: RunConfig, workers: Comm) -> Prepared:
+    """Prepare on every process, and make sure that all have the same: machines may hold different recipes, options or texts.
 
     Raises:
-        UsageError: the first difference, on every process.
+        UsageError: on every process, what one of them could not do, or in what two of them differ.
     """
-    settings = _flat(prepared.config.model_dump())
-    settings["the training text"] = int(prepared.splits.train.sum(dtype=torch.int64)), len(prepared.splits.train)
-    notes = workers.gather(settings)
+    prepared, complaint = None, None
+    try:
+        prepared = prepare(config)
+    except ValueError as error:
+        complaint = str(error)
+    notes = workers.gather((complaint, prepared and _settings(prepared)))
+    complaints = {worker: complaint for worker, (complaint, _) in enumerate(notes) if complaint is not None}
+    if complaints:
+        worker, complaint = next(iter(complaints.items()))
+        raise UsageError(complaint if len(complaints) == workers.size else f"worker {worker}: {complaint}")
+    _compare([settings for _, settings in notes])
+    assert prepared is not None
+    return prepared
+
+
+def _settings(prepared: Prepared) -> dict[str, Any]:
+    """What must be equal on all processes: every setting, and a fingerprint of the text."""
+    train = prepared.splits.train
+    return {**_flat(prepared.config.model_dump()), "the training text": (int(train.sum(dtype=torch.int64)), len(train))}
+
+
+def _compare(notes: list[dict[str, Any]]) -> None:
+    """Refuse settings that differ between processes."""
     for worker, theirs in enumerate(notes[1:], start=1):
         for name in sorted(notes[0].keys() | theirs.keys()):
             if notes[0].get(name) != theirs.get(name):

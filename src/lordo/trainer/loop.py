@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ def pick_device(device: str, workers: Comm) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('train.device = "cuda", but torch sees no GPU here: take "auto" or "cpu"')
-    return torch.device("cuda", workers.rank % torch.cuda.device_count())
+    # torchrun says which process of its machine this is; threads are numbered by rank
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", workers.rank)) % torch.cuda.device_count())
 
 
 def lr_factor(step: int, train: TrainConfig) -> float:
