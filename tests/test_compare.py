@@ -8,10 +8,11 @@ import torch
 
 import lordo.cli
 import lordo.trainer.compare
+import lordo.trainer.compare_command
 from lordo.methods import METHODS, find
 from lordo.sync import Solo
 from lordo.trainer.compare import check, learning_rates, member_config, variants
-from lordo.trainer.launch import UsageError
+from lordo.trainer.config import UsageError
 from lordo.trainer.loop import build
 from lordo.trainer.recipe import load, override
 from test_train import micro_recipe
@@ -65,8 +66,14 @@ def test_trains_each_writes_everything_and_continues_where_it_was(recipe, capsys
     before = results(recipe)
     assert compare(recipe, *command) == 0
     assert results(recipe) == before
+    untouched = {path: path.stat().st_mtime_ns for path in kept}
     rerun = {path for path in folder.glob("members/*/summary.json") if kept[path] != path.stat().st_mtime_ns}
     assert {path.parent.name for path in rerun} == {"lordo-lr0.01-seed1", "ddp-adamw-lr0.006-seed1"}
+
+    # it may grow: one more seed runs that seed alone
+    assert compare(recipe, *[*command[:3], "3", *command[4:]]) == 0
+    assert len(results(recipe)[0]["perplexity_per_seed"]) == 3
+    assert all(path.stat().st_mtime_ns == rerun_at for path, rerun_at in untouched.items())
 
     # other settings under the same name would mix two comparisons
     assert compare(recipe, *command, "--batch.per_worker_sequences", "1") == 2
@@ -78,12 +85,9 @@ def test_varies_settings_together_and_leaves_out_what_a_method_lacks(recipe, cap
     vary = ["--vary", "method.rank=2,8", "--vary", "workers=1,2 batch.per_worker_sequences=2,1"]
     assert compare(recipe, "--methods", "lordo,local-adamw", *vary) == 0
     labels = [row["label"] for row in results(recipe)]
-    assert labels == [
-        f"{method} rank={rank} workers={workers} per_worker_sequences={sequences}"
-        for method in ("lordo", "local-adamw")
-        for rank in (2, 8)
-        for workers, sequences in ((1, 2), (2, 1))
-    ]
+    together = [f"workers={workers} per_worker_sequences={sequences}" for workers, sequences in ((1, 2), (2, 1))]
+    ranks = [f"lordo rank={rank} {rest}" for rank in (2, 8) for rest in together]
+    assert labels == ranks + [f"local-adamw {rest}" for rest in together]
     assert "Perplexity against what is varied" in (recipe.parent / "runs" / "micro-compare" / "report.html").read_text()
 
 
@@ -126,14 +130,14 @@ def test_learning_rates_come_from_the_method_from_all_or_from_the_recipe(recipe)
 
 def test_variants_are_all_combinations():
     assert variants([]) == [()]
-    assert variants(["method.rank=2,4", "workers=1,2 seed=7,8"]) == [
-        (("method.rank", rank), ("workers", workers), ("seed", seed)) for rank in (2, 4) for workers, seed in ((1, 7), (2, 8))
+    assert variants(["method.rank=2,4", "workers=1,2 train.steps=7,8"]) == [
+        (("method.rank", rank), ("workers", workers), ("train.steps", steps)) for rank in (2, 4) for workers, steps in ((1, 7), (2, 8))
     ]
     for wrong in ("method.rank", "method.rank="):
         with pytest.raises(UsageError, match="cannot vary"):
             variants([wrong])
     with pytest.raises(UsageError, match="not of one length"):
-        variants(["workers=1,2 seed=3"])
+        variants(["workers=1,2 train.steps=3"])
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,10 @@ def test_variants_are_all_combinations():
         (["--seeds", "0"], "seeds"),
         (["--vary", "method.rnak=1,2"], "did you mean 'rank'"),
         (["--vary", "method.rank=0"], "rank = 0"),
+        (["--vary", "method.lr=1e-3,1e-2"], "give --lr instead"),
+        (["--vary", "seed=1,2"], "give --seeds instead"),
+        (["--model.config.hidden_sze", "32"], "hidden_sze"),
+        (["--seeds", "many"], "--seeds"),
         (["--nethods", "lordo"], "nethods"),
     ],
 )
@@ -156,6 +164,32 @@ def test_refuses_in_one_sentence_before_anything_runs(recipe, capsys, arguments,
     assert sentence in errors
     assert errors.count("\n") == 1
     assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_failure_at_a_learning_rate_that_is_not_the_best_is_told_too(recipe, capsys, monkeypatch):
+    run = lordo.trainer.compare.run_in_threads
+
+    def fails_at_one(prepared, folder, console, **more):
+        if prepared.config.method.lr == 1e-3:
+            raise RuntimeError("no luck")
+        return run(prepared, folder, console, **more)
+
+    monkeypatch.setattr(lordo.trainer.compare, "run_in_threads", fails_at_one)
+    assert compare(recipe, "--methods", "lordo", "--lr", "lordo=1e-3,1e-2") == 1
+    assert "failed: lordo, lr 0.001, seed 0: RuntimeError: no luck" in capsys.readouterr().out
+
+
+def test_learning_rates_given_for_one_method_leave_the_recipes_for_the_others(recipe, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(lordo.trainer.compare_command, "check", lambda config, options: seen.update(options.lr))
+    monkeypatch.setattr(lordo.trainer.compare_command, "compare", lambda *_: [])
+    monkeypatch.setattr(lordo.trainer.compare_command, "draw", lambda *_: {})
+    monkeypatch.setattr(lordo.trainer.compare_command, "write_page", lambda *_: None)
+    (recipe.parent / "runs" / "micro-compare").mkdir(parents=True)
+    recipe.write_text(recipe.read_text() + "\n[compare.lr]\nlordo = [1e-3]\ndiloco = [2e-3]\n")
+    compare(recipe, "--lr", "lordo=5e-3")
+    assert seen == {"lordo": [5e-3], "diloco": [2e-3]}
 
 
 def test_check_finds_a_setting_that_no_method_can_have(recipe):

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 import lordo.cli
 import lordo.trainer.launch
 import lordo.trainer.loop
-from lordo.trainer.config import RunConfig, TrainConfig
+from lordo.trainer.alike import prepare_alike
+from lordo.trainer.config import RunConfig, TrainConfig, UsageError
 from lordo.trainer.data import load_blocks
-from lordo.trainer.launch import UsageError
 from lordo.trainer.loop import Progress, lr_factor, prepare
 from lordo.trainer.recipe import load, override
 
@@ -556,7 +556,7 @@ def test_what_one_machine_lacks_is_told_on_all(tmp_path):
     lacking = override(good, {"data.source": [str(tmp_path / "not-here.py")]})
 
     def prepared_alike(workers):
-        return lordo.trainer.launch._prepare_alike(lacking if workers.rank == 1 else good, workers)
+        return prepare_alike(lacking if workers.rank == 1 else good, workers, lambda prepared: None)
 
     with pytest.raises(UsageError, match=r"^worker 1: .*not-here\.py"):
         lordo.simulate(prepared_alike, 3)

@@ -75,7 +75,8 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
     """Bytes of optimizer state held by one worker, per kind of state.
 
     Args:
-        method: a row of the table. weights: all trainable parameters. settings: resolved (`method.resolve(…)`).
+        method: a row of the table. weights: all trainable parameters. settings: resolved (`method.resolve(…)`), the same for all
+            groups; of what a group may set for itself, only the rank is taken into account.
     """
     held: Counter[str] = Counter()
     outer, shared_basis = settings["outer"] == "nesterov", method.basis_from == "sync"

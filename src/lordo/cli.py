@@ -56,8 +56,8 @@ def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         return _usage("lordo train RECIPE [--SECTION.SETTING VALUE …]", arguments)
     from lordo.sync import DisagreementError, WorkerError
-    from lordo.trainer.config import ConfigError
-    from lordo.trainer.launch import UsageError, run
+    from lordo.trainer.config import ConfigError, UsageError
+    from lordo.trainer.launch import run
     from lordo.trainer.options import load_with_options
     from lordo.trainer.terminal import wide_console
 
@@ -66,7 +66,7 @@ def _train(arguments: list[str]) -> int:
         run(config, wide_console())
     except (ConfigError, UsageError, DisagreementError) as error:
         return _refuse(str(error))
-    except (WorkerError, FloatingPointError) as error:
+    except (WorkerError, FloatingPointError, OSError) as error:  # OSError: a disk that fills up
         print(f"lordo: {error}", file=sys.stderr)
         return 1
     return 0
@@ -85,8 +85,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
-    from lordo.trainer.config import ConfigError
-    from lordo.trainer.launch import UsageError
+    from lordo.trainer.config import ConfigError, UsageError
 
     try:
         return main(arguments)
@@ -95,6 +94,8 @@ def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 def _methods(arguments: list[str]) -> int:
+    if arguments:
+        return _usage("lordo methods", arguments)
     from lordo.methods import METHODS
 
     width = max(map(len, METHODS))
@@ -104,6 +105,8 @@ def _methods(arguments: list[str]) -> int:
 
 
 def _version(arguments: list[str]) -> int:
+    if arguments:
+        return _usage("lordo version", arguments)
     from lordo.trainer.summary import environment
 
     for name, value in environment().items():

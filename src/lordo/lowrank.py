@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from contextlib import suppress
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 BasisMethod = Literal["auto", "svd", "subspace"]
 
@@ -81,7 +83,7 @@ def leading_subspace(
         basis: (m, r), the present basis: gives r, and the start of the iteration.
         method: "svd" is exact; "subspace" is block power iteration from the present basis, a few matrix products;
             "auto" takes "svd" up to a smaller side of 128.
-        seed: (run seed, parameter name, step) of the private generator of the fresh columns.
+        seed: (number, parameter name, step) of the private generator of the fresh columns.
         fresh: how many random columns join the present basis at the start of the iteration.
         noise: a matrix without an entry above this counts as zero.
 
@@ -91,12 +93,13 @@ def leading_subspace(
     if not is_usable(matrix, noise=noise):
         return None
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    with torch.autocast(matrix.device.type, enabled=False):
+    with torch.autocast(matrix.device.type, enabled=False), suppress(LinAlgError):  # it did not converge
         if method == "svd" or (method == "auto" and matrix.shape[0] <= SVD_LIMIT):
             new = svd_basis(matrix, basis.shape[-1])
         else:
             new = subspace_basis(matrix, basis.to(matrix.dtype), seed=seed, fresh=fresh)
-    return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else None
+        return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else None
+    return None
 
 
 def svd_basis(matrix: Tensor, rank: int) -> Tensor:

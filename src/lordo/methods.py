@@ -1,4 +1,4 @@
-"""THE TABLE: a method is a row (how its step differs, what is averaged and how often); and LoRDO, the drop-in optimizer.
+"""THE TABLE: a method is a row: how its step differs, what is averaged and how often.
 
 This is the one place where the local step (`optim`) and the synchronisation (`sync`) meet.
 """
@@ -6,7 +6,7 @@ This is the one place where the local step (`optim`) and the synchronisation (`s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lordo.optim.options import LOCAL_DEFAULTS
@@ -90,7 +90,15 @@ class Method:
 
 _LORDO_SETTINGS = (*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_FULLRANK_TERM, *_MOMENT_PERIODS)
 _EVERYTHING = ("parameters", "exp_avg", "exp_avg_sq")
-_LDADAM = {"betas": (0.908, 0.99), "basis_interpolation": 0.908}
+
+_DDP_LOWRANK = Method(
+    "ddp-lowrank",
+    "LDAdam, gradients averaged at every step: a new basis at each step, generalised error feedback",
+    averages_gradients=True,
+    basis_from="momentum",
+    settings=(*_ADAM, "rank", "basis_interpolation", "error_feedback"),
+    defaults={"betas": (0.908, 0.99), "basis_interpolation": 0.908, "error_feedback": True},
+)
 
 _ROWS = (
     Method(
@@ -133,22 +141,8 @@ _ROWS = (
         fixed={"omega": 1.0, "error_feedback": False},
     ),
     Method("ddp-adamw", "AdamW, gradients averaged at every step", averages_gradients=True),
-    Method(
-        "ddp-lowrank",
-        "LDAdam, gradients averaged at every step: a new basis at each step, generalised error feedback",
-        averages_gradients=True,
-        basis_from="momentum",
-        settings=(*_ADAM, "rank", "basis_interpolation", "error_feedback"),
-        defaults={**_LDADAM, "error_feedback": True},
-    ),
-    Method(
-        "ldadam",
-        "ddp-lowrank under its own name, as it is known on one worker",
-        averages_gradients=True,
-        basis_from="momentum",
-        settings=(*_ADAM, "rank", "basis_interpolation", "error_feedback"),
-        defaults={**_LDADAM, "error_feedback": True},
-    ),
+    _DDP_LOWRANK,
+    replace(_DDP_LOWRANK, name="ldadam", summary="ddp-lowrank under its own name, as it is known on one worker"),
     Method(
         "galore",
         "GaLore, gradients averaged at every step: basis by SVD of the gradient every 200 steps, moments kept",

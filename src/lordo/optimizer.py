@@ -123,6 +123,7 @@ class DistributedOptimizer(LowRankAdam):
         self.local_step()
         for rule in self.after:
             rule(self, self.workers, number)
+        self.raise_if_hopeless()
 
     def _unscale_gradients(self) -> None:
         """Take a GradScaler's factor out of the gradients before they are averaged: it may differ between workers."""

@@ -133,6 +133,7 @@ class LowRankAdam(torch.optim.Optimizer):
         with without_autocast(self):
             self.check_gradients()
             self.local_step()
+            self.raise_if_hopeless()
         return loss
 
     def local_step(self) -> None:
@@ -194,11 +195,21 @@ class LowRankAdam(torch.optim.Optimizer):
             group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if unusable is not None else 0
         if unusable is None:
             return
+        self._skipped = f"step {self.steps_taken} skipped on this worker: the gradient of '{unusable}' is not finite"
+        if self.param_groups[0]["skipped_in_a_row"] < MAX_SKIPPED_IN_A_ROW:
+            warnings.warn(f"{self._skipped} ({self.num_skipped_steps} skipped so far)", RuntimeWarning, stacklevel=4)
+
+    def raise_if_hopeless(self) -> None:
+        """An error when too many steps in a row were skipped; at the end of a step, so that the other workers are not left waiting in it.
+
+        Raises:
+            FloatingPointError: naming the last step and parameter.
+        """
         in_a_row = self.param_groups[0]["skipped_in_a_row"]
-        sentence = f"step {self.steps_taken} skipped on this worker: the gradient of '{unusable}' is not finite"
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise FloatingPointError(f"{sentence}, and so were the {in_a_row - 1} before it: lower the learning rate or check the data")
-        warnings.warn(f"{sentence} ({self.num_skipped_steps} skipped so far)", RuntimeWarning, stacklevel=4)
+            raise FloatingPointError(
+                f"{self._skipped}, and so were the {in_a_row - 1} before it: lower the learning rate or check the data"
+            )
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient without a GradScaler's factor (a copy then: `p.grad` is never written)."""

@@ -38,7 +38,7 @@ class Group(Comm):
         try:
             yield
         except RuntimeError as error:
-            raise WorkerError(f"worker {self.rank} waited in {call}, but another worker has failed or left: {error}") from error
+            raise WorkerError(f"worker {self.rank}: {call} failed, probably because another worker failed or left: {error}") from error
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over the group; gloo and nccl give every process the same bits."""
@@ -58,7 +58,7 @@ class Group(Comm):
     def gather(self, note: Any) -> list[Any]:
         """Pickled small objects of all processes."""
         notes: list[Any] = [None] * self.size
-        with self._waiting("comparing notes"):
+        with self.transfer(), self._waiting("comparing notes"):
             dist.all_gather_object(notes, note, group=self._group)
         return notes
 

@@ -89,6 +89,8 @@ class FirstBasis(Stateless):
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Run for the parameters of groups that have not started (the caller sets `started`), one matrix in memory at a time."""
         members = [m for m in optimizer.named_members() if "basis" in optimizer.state[m[1]] and not m[2]["started"]]
+        if not members:
+            return
         refresh = Refresh(optimizer, comm, members, step)
         for i, (_, p, _) in enumerate(members):
             gradient = _usable_gradient(p)

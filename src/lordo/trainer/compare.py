@@ -16,15 +16,18 @@ from typing import Any
 from rich.console import Console
 
 from lordo.methods import Method, find
-from lordo.trainer.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig
+from lordo.trainer.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig, UsageError
 from lordo.trainer.data import Splits, load_blocks
 from lordo.trainer.folder import RunFolder, load_summary
-from lordo.trainer.launch import UsageError, run_in_threads
-from lordo.trainer.loop import prepare
+from lordo.trainer.launch import run_in_threads
+from lordo.trainer.loop import outline, pick_device, prepare
 from lordo.trainer.options import read_value
-from lordo.trainer.recipe import dumps, override
+from lordo.trainer.recipe import load, override
 from lordo.trainer.summary import Summary
 from lordo.trainer.units import bandwidth
+
+# What a comparison sets by itself, and the option for it.
+OWN_OPTIONS = {"method.lr": "--lr", "seed": "--seeds", "method.name": "--methods", "name": "--name", "output": "--output"}
 
 Variant = tuple[tuple[str, Any], ...]  # settings that a comparison varies, by dotted name
 
@@ -65,14 +68,14 @@ class Row:
     """A line of the comparison's table: one method (and variant) at its best learning rate, over the seeds.
 
     Attributes:
-        results: one a seed, the first seed first. tried: learning rates and the perplexity of each at the first seed.
+        results: one a seed, the first seed first, at the best learning rate. grid: one a learning rate, at the first seed.
     """
 
     label: str
     method: str
     variant: Variant
     results: list[Result]
-    tried: dict[float, float] = field(default_factory=dict)
+    grid: list[Result] = field(default_factory=list)
 
     @property
     def finished(self) -> list[Summary]:
@@ -101,8 +104,14 @@ class Row:
 
     @property
     def failures(self) -> list[str]:
-        """Why seeds failed."""
-        return [f"lr {r.member.lr:g}, seed {r.member.seed}: {r.failure}" for r in self.results if r.failure is not None]
+        """Why members failed, those at other learning rates included."""
+        members = {(r.member.lr, r.member.seed): r for r in (*self.grid, *self.results)}
+        return [f"lr {lr:g}, seed {seed}: {r.failure}" for (lr, seed), r in members.items() if r.failure is not None]
+
+    @property
+    def tried(self) -> dict[float, float]:
+        """Learning rates, and the perplexity of each at the first seed."""
+        return {r.member.lr: r.perplexity for r in self.grid}
 
 
 def label(method: str, variant: Variant) -> str:
@@ -121,8 +130,10 @@ def check(config: RunConfig, options: CompareConfig) -> None:
             find(name)
         for text in options.bandwidth:
             bandwidth(text)
-        for method, variant in product(options.methods, variants(options.vary)):
-            member_config(config, find(method), variant, lr=config.method.lr, seed=config.seed)
+        for method in map(find, options.methods):
+            for variant in variants_of(method, options.vary):
+                shapes = outline(member_config(config, method, variant, lr=config.method.lr, seed=config.seed))
+                pick_device(shapes.config.train.device)
     except ConfigError:
         raise
     except ValueError as error:
@@ -134,11 +145,11 @@ def compare(config: RunConfig, options: CompareConfig, folder: Path, console: Co
 
     For each method, and each variant of it, every learning rate is tried with the first seed; the best one then with the others.
     """
-    check(config, options)
     seeds = [config.seed + i for i in range(options.seeds)]
     rows = []
-    for name, variant in product(options.methods, variants(options.vary)):
-        method = find(name)
+    pairs = [(method, variant) for method in map(find, options.methods) for variant in variants_of(method, options.vary)]
+    for method, variant in pairs:
+        name = method.name
 
         def result(lr: float, seed: int, method: Method = method, variant: Variant = variant) -> Result:
             return run_member(_member(config, folder, method, variant, lr, seed), console)
@@ -146,8 +157,7 @@ def compare(config: RunConfig, options: CompareConfig, folder: Path, console: Co
         grid = {lr: result(lr, seeds[0]) for lr in learning_rates(config, options, name)}
         best = min(grid, key=lambda lr: grid[lr].perplexity)
         results = [grid[best], *(result(best, seed) for seed in seeds[1:])]
-        tried = {lr: each.perplexity for lr, each in grid.items()}
-        rows.append(Row(label(name, variant), name, variant, results, tried))
+        rows.append(Row(label(name, variant), name, variant, results, list(grid.values())))
     return rows
 
 
@@ -166,12 +176,21 @@ def variants(vary: Sequence[str]) -> list[Variant]:
     return [tuple(pair for point in points for pair in point) for points in product(*axes)]
 
 
+def variants_of(method: Method, vary: Sequence[str]) -> list[Variant]:
+    """The variants of one method: what it does not have is not varied, so that no run is made twice."""
+    foreign = {f"method.{name}" for name in MethodConfig.model_fields if name not in (*method.settings, "name")}
+    own = [tuple((name, value) for name, value in variant if name not in foreign) for variant in variants(vary)]
+    return list(dict.fromkeys(own))
+
+
 def _together(text: str) -> list[Variant]:
     columns = []
     for part in text.split():
         name, equals, values = part.partition("=")
         if not equals or not values:
             raise UsageError(f"cannot vary {part!r}: write name=value,value,… such as method.rank=8,16,32")
+        if name in OWN_OPTIONS:
+            raise UsageError(f"cannot vary {name}: give {OWN_OPTIONS[name]} instead")
         columns.append([(name, read_value(value)) for value in values.split(",")])
     if len({len(column) for column in columns}) > 1:
         raise UsageError(f"cannot vary {text!r} together: the lists are not of one length")
@@ -181,9 +200,7 @@ def _together(text: str) -> list[Variant]:
 def member_config(config: RunConfig, method: Method, variant: Variant, *, lr: float, seed: int) -> RunConfig:
     """The recipe with this method: settings it does not have are left out, so that one recipe serves all methods."""
     settings = {f"method.{name}": None for name in config.method.settings() if name not in method.settings}
-    foreign = {f"method.{name}" for name in MethodConfig.model_fields if name not in (*method.settings, "name")}
-    varied = {name: value for name, value in variant if name not in foreign}
-    return override(config, {**settings, **varied, "method.name": method.name, "method.lr": lr, "seed": seed})
+    return override(config, {**settings, **dict(variant), "method.name": method.name, "method.lr": lr, "seed": seed})
 
 
 def _member(config: RunConfig, folder: Path, method: Method, variant: Variant, lr: float, seed: int) -> Member:
@@ -223,9 +240,14 @@ def _kept(member: Member) -> Result | None:
     if summary is None:
         shutil.rmtree(member.path)
         return None
-    if (member.path / "config.toml").read_text(encoding="utf-8") != dumps(member.config):
+    if _without_compare(load(member.path / "config.toml")) != _without_compare(member.config):
         raise UsageError(f"{member.path} holds a result made with other settings: choose another --name, or remove that folder")
     return _ended(member, summary)
+
+
+def _without_compare(config: RunConfig) -> RunConfig:
+    """The settings that decide a member's result: a comparison may grow by methods, seeds and learning rates."""
+    return config.model_copy(update={"compare": CompareConfig()})
 
 
 def _ended(member: Member, summary: Summary) -> Result:

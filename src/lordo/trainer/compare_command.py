@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lordo.trainer.compare import check, compare
-from lordo.trainer.config import CompareConfig
+from lordo.trainer.config import CompareConfig, UsageError
 from lordo.trainer.figures import draw
-from lordo.trainer.launch import UsageError
-from lordo.trainer.options import load_with_options
+from lordo.trainer.launch import under_torchrun
+from lordo.trainer.options import Parser, load_with_options
 from lordo.trainer.page import print_table, write_page, write_results
 from lordo.trainer.recipe import override
 from lordo.trainer.terminal import wide_console
@@ -22,9 +22,14 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError, ConfigError: what was asked for cannot work.
     """
-    asked, rest = parser().parse_known_args(arguments)
-    config = load_with_options(asked.recipe, rest, command="lordo compare")
-    config = override(config, {f"compare.{name}": value for name, value in given(asked).items()})
+    recipe, asked, rest = parser().split(arguments)
+    config = load_with_options(recipe, rest, command="lordo compare")
+    if under_torchrun():
+        raise UsageError("lordo compare trains all workers in one process: start it without torchrun")
+    settings = given(asked)
+    if "lr" in settings and "all" not in settings["lr"]:
+        settings["lr"] = {**config.compare.lr, **settings["lr"]}  # the recipe's stand for the methods that were not named
+    config = override(config, {f"compare.{name}": value for name, value in settings.items()})
     name = asked.name or f"{config.name}-compare"
     folder = Path(config.output) / name
     console = wide_console()
@@ -41,16 +46,16 @@ def main(arguments: list[str]) -> int:
     return 1 if any(row.failures for row in rows) else 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `compare`; every other one is a setting of the recipe."""
     defaults = CompareConfig.model_fields
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="lordo compare",
+        usage="lordo compare RECIPE [options] [--SECTION.SETTING VALUE …]",
         allow_abbrev=False,
         description="Train several methods from the same weights on the same text. Any setting of the recipe may be given too "
         "(--train.steps 100); finished members are kept, so an interrupted comparison continues where it was.",
     )
-    p.add_argument("recipe", help="the recipe")
     p.add_argument("--name", help="folder of the comparison under the recipe's output folder (default: NAME-compare)")
     p.add_argument("--methods", metavar="A,B", help=defaults["methods"].description)
     p.add_argument("--seeds", type=int, metavar="N", help=defaults["seeds"].description)

@@ -24,6 +24,10 @@ class ConfigError(ValueError):
     """The settings of a run cannot be used; the message is one sentence that says why and what to do."""
 
 
+class UsageError(ValueError):
+    """What was asked for cannot work; the message is one sentence that says why and what to do."""
+
+
 class Settings(BaseModel):
     """One table of settings: an unknown key, a value of another type, NaN and infinity are errors; never changed."""
 

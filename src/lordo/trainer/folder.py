@@ -65,7 +65,7 @@ def load_summary(path: Path) -> Summary | None:
     """The summary of a finished run's folder; None of any other."""
     try:
         values: dict[str, Any] = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        return Summary(**values | {name: math.nan for name, value in values.items() if value is None})
+        return Summary(**values | {name: math.nan for name in ("validation_loss", "perplexity", "bits_per_token") if values[name] is None})
     except (OSError, ValueError, TypeError):
         return None
 

@@ -6,14 +6,15 @@ import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from lordo.sync import Comm, Solo, as_comm, simulate
-from lordo.trainer.config import RunConfig
+from lordo.sync import Comm, as_comm, simulate
+from lordo.trainer.alike import prepare_alike
+from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
 from lordo.trainer.models import drops_out
@@ -23,10 +24,6 @@ from lordo.trainer.terminal import print_prepared, print_summary
 
 TIMEOUT = timedelta(minutes=10)
 Made = TypeVar("Made")
-
-
-class UsageError(ValueError):
-    """The run cannot start as asked for; the message is one sentence."""
 
 
 def run(config: RunConfig, console: Console) -> Summary | None:
@@ -58,11 +55,11 @@ def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, k
     """Train with all workers in this process, and leave the result in the folder."""
     comms: list[Comm] = []
     at_once = workers_at_once(prepared)
+    threads = prepared.config.train.threads or max(1, available_cores() // at_once)
 
     def work(workers: Comm) -> Outcome:
         comms.append(workers)
-        if at_once > 1 and prepared.config.train.threads is None:
-            torch.set_num_threads(1)  # of this worker's thread alone
+        torch.set_num_threads(threads)
         return train(prepared, workers, terminal if workers.rank == 0 else None)
 
     with Terminal(console, folder, prepared.config) as terminal:
@@ -80,7 +77,7 @@ def workers_at_once(prepared: Prepared) -> int:
     small enough for one process. One at a time on a GPU, and where the model drops out: dropout draws from a generator that all share.
     """
     config = prepared.config
-    on_cpu = pick_device(config.train.device, Solo()).type == "cpu"
+    on_cpu = pick_device(config.train.device).type == "cpu"
     if not on_cpu or drops_out(config.model):
         return 1
     return max(1, min(config.workers, available_cores() // (config.train.threads or 1)))
@@ -98,7 +95,7 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
             f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}: "
             f"start as many as there are workers, or add --workers {world}"
         )
-    device = _checked(lambda: pick_device(config.train.device, Solo()))
+    device = _checked(lambda: pick_device(config.train.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
@@ -113,11 +110,10 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
 def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     assert dist.group.WORLD is not None
     workers = as_comm(dist.group.WORLD)
-    prepared = _prepare_alike(config, workers)
-    if workers.rank != 0:
+    prepared, folder = prepare_alike(config, workers, lambda prepared: _begin(prepared, console))
+    if folder is None:
         train(prepared, workers)
         return None
-    folder = _begin(prepared, console)
     with Terminal(console, folder, config) as terminal:
         outcome = train(prepared, workers, terminal)
     summary = summarize(prepared, outcome, workers, at_once=None)
@@ -142,48 +138,3 @@ def _begin(prepared: Prepared, console: Console) -> RunFolder:
 def _tell_end(summary: Summary, folder: RunFolder, console: Console) -> None:
     print_summary(summary, console)
     console.print(f"everything is in {folder.path}/", highlight=False, soft_wrap=True)
-
-
-def _prepare_alike(config: RunConfig, workers: Comm) -> Prepared:
-    """Prepare on every process, and make sure that all have the same: machines may hold different recipes, options or texts.
-
-    Raises:
-        UsageError: on every process, what one of them could not do, or in what two of them differ.
-    """
-    prepared, complaint = None, None
-    try:
-        prepared = prepare(config)
-    except ValueError as error:
-        complaint = str(error)
-    notes = workers.gather((complaint, prepared and _settings(prepared)))
-    complaints = {worker: complaint for worker, (complaint, _) in enumerate(notes) if complaint is not None}
-    if complaints:
-        worker, complaint = next(iter(complaints.items()))
-        raise UsageError(complaint if len(complaints) == workers.size else f"worker {worker}: {complaint}")
-    _compare([settings for _, settings in notes])
-    assert prepared is not None
-    return prepared
-
-
-def _settings(prepared: Prepared) -> dict[str, Any]:
-    """What must be equal on all processes: every setting, and a fingerprint of the text."""
-    train = prepared.splits.train
-    return {**_flat(prepared.config.model_dump()), "the training text": (int(train.sum(dtype=torch.int64)), len(train))}
-
-
-def _compare(notes: list[dict[str, Any]]) -> None:
-    """Refuse settings that differ between processes."""
-    for worker, theirs in enumerate(notes[1:], start=1):
-        for name in sorted(notes[0].keys() | theirs.keys()):
-            if notes[0].get(name) != theirs.get(name):
-                raise UsageError(
-                    f"{name} is {notes[0].get(name)} on worker 0 but {theirs.get(name)} on worker {worker}: "
-                    "start every worker with the same recipe, options and files"
-                )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

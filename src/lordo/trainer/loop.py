@@ -105,7 +105,7 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
         ValueError: one sentence saying what cannot work and what to do.
     """
     shapes = outline(config)
-    pick_device(config.train.device, Solo())
+    pick_device(config.train.device)
     splits = load(config.data, config.seed)
     Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
     spread(splits.validation, config.train.eval_sequences)
@@ -134,7 +134,7 @@ def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -
     config = prepared.config
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    device = pick_device(config.train.device, workers)
+    device = pick_device(config.train.device)
     model, _, optimizer = build(config, prepared.method, workers, device)
     optimizer.start()
     shard = Shard(prepared.splits.train, workers.rank, workers.size, config.seed)
@@ -154,8 +154,8 @@ def build(
     return model, groups, optimizer
 
 
-def pick_device(device: str, workers: Comm) -> torch.device:
-    """The device of a worker: the CPU, or a GPU of its own where there are several.
+def pick_device(device: str) -> torch.device:
+    """The device of this process: the CPU, or a GPU; workers in one process share it.
 
     Raises:
         ValueError: "cuda" where there is none.
@@ -164,8 +164,7 @@ def pick_device(device: str, workers: Comm) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('train.device = "cuda", but torch sees no GPU here: take "auto" or "cpu"')
-    # torchrun says which process of its machine this is; threads are numbered by rank
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", workers.rank)) % torch.cuda.device_count())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # torchrun numbers the processes of a machine
 
 
 def lr_factor(step: int, train: TrainConfig) -> float:

@@ -1,4 +1,4 @@
-"""Causal language models built from a config, and their loss on validation blocks."""
+"""Causal language models built from a config."""
 
 import threading
 from typing import Any, cast

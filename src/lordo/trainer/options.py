@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import tomllib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from lordo.trainer.config import ConfigError, RunConfig, Settings
 from lordo.trainer.recipe import load
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of a command itself, beside the settings of the recipe, which it hands on; the recipe is the first argument."""
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, as for every other mistake."""
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help tells more")
+
+    def split(self, arguments: Sequence[str]) -> tuple[str, argparse.Namespace, list[str]]:
+        """The recipe, the command's own options, and the settings of the recipe (which argparse must not take for a recipe)."""
+        if not arguments or arguments[0].startswith("-"):
+            self.parse_args(arguments)  # --help
+            self.error("the recipe is missing: it comes first")
+        return arguments[0], *self.parse_known_args(arguments[1:])
 
 
 def load_with_options(path: str, options: Sequence[str], *, command: str) -> RunConfig:
@@ -42,7 +58,9 @@ def _pairs(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def read_value(text: str) -> Any:
-    """A value as TOML reads it; anything else is a string."""
+    """A value as TOML reads it; "none" takes the setting out; anything else is a string."""
+    if text == "none":
+        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,10 +10,9 @@ from rich.table import Table
 from lordo.accounting import Weight, adamw_state_bytes, state_bytes, traffic
 from lordo.methods import METHODS, Method, find
 from lordo.trainer.compare import member_config
-from lordo.trainer.config import RunConfig
-from lordo.trainer.launch import UsageError
+from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.loop import outline
-from lordo.trainer.options import load_with_options
+from lordo.trainer.options import Parser, load_with_options
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 from lordo.trainer.units import bandwidth
 
@@ -91,8 +89,8 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError, ConfigError: what was asked for cannot work.
     """
-    asked, rest = parser().parse_known_args(arguments)
-    config = load_with_options(asked.recipe, rest, command="lordo plan")
+    recipe, asked, rest = parser().split(arguments)
+    config = load_with_options(recipe, rest, command="lordo plan")
     try:
         methods = [find(name) for name in (asked.methods.split(",") if asked.methods else METHODS)]
         links = asked.bandwidth.split(",")
@@ -115,7 +113,7 @@ def main(arguments: list[str]) -> int:
 def table(plans: Sequence[Plan], link: str) -> Table:
     """The plans as a table."""
     drawn = plain_table(
-        *("method", "sent/step", "sent/sync", "sent", "× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
+        *("method", "sent/step", "sent/sync (mean)", "sent", "× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
         title=f"at {link} per worker",
     )
     for p in plans:
@@ -135,14 +133,14 @@ def table(plans: Sequence[Plan], link: str) -> Table:
     return drawn
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `plan`; every other one is a setting of the recipe."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="lordo plan",
+        usage="lordo plan RECIPE [options] [--SECTION.SETTING VALUE …]",
         allow_abbrev=False,
         description="What every method would send, hold and take. Any setting of the recipe may be given too (--workers 8).",
     )
-    p.add_argument("recipe", help="the recipe")
     p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
     p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")
     p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,7 +99,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
 
 def environment() -> dict[str, str]:
     """Versions, machine and commit, so that a result can be placed."""
-    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    found = {"python": platform.python_version(), "machine": f"{_processor()}, {os.cpu_count()} cores"}
     for package in ("lordo", "torch", "transformers", "datasets"):
         try:
             found[package] = version(package)
@@ -111,9 +113,18 @@ def environment() -> dict[str, str]:
     return found
 
 
+def _processor() -> str:
+    """The processor's name as Linux tells it, or its kind."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def _git(*arguments: str) -> str:
     """What git says in the folder of this package; empty where it is no checkout."""
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[3]
     if not (folder / ".git").exists():
         return ""
     try:
