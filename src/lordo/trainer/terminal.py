@@ -13,7 +13,7 @@ from lordo.accounting import state_bytes
 from lordo.trainer.loop import Prepared
 from lordo.trainer.summary import Summary
 
-WIDTH = 150  # of tables: a narrower terminal wraps their lines, but nothing is cut off
+WIDTH = 200  # of tables: a narrower terminal wraps their lines, but nothing is cut off
 
 
 def wide_console(file: IO[str] | None = None) -> Console:
