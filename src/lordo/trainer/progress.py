@@ -17,8 +17,10 @@ class Terminal:
 
     def __init__(self, console: Console, folder: RunFolder, config: RunConfig) -> None:
         """Show on a console, and record into a folder."""
-        self.console, self.folder, self.config = console, folder, config
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        # as wide as the terminal really is: a live line that wraps cannot be taken back
+        self.console = Console() if console.is_terminal else console
+        self.folder, self.config = folder, config
+        self._live = Live(console=self.console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Terminal:
         """Start the live line."""
@@ -42,13 +44,13 @@ class Terminal:
 
 
 def progress_line(progress: Progress, steps: int) -> str:
-    """Step, loss with its spread over workers, speed, traffic, steps to the next synchronisation."""
+    """Step, loss with its spread over workers, speed of all, bytes sent by each, steps to the next synchronisation; within 80 columns."""
     parts = [
         f"step {progress.step:>{len(str(steps))}}/{steps}",
-        f"loss {progress.loss:.4f} ({progress.loss_min:.3f} to {progress.loss_max:.3f})",
+        f"loss {progress.loss:.3f} ({progress.loss_min:.2f}–{progress.loss_max:.2f})",
         f"{progress.tokens_per_second:,.0f} tokens/s",
-        f"sent {human_bytes(progress.bytes_sent)} per worker",
-        f"next sync in {progress.steps_to_next_sync}",
+        f"{human_bytes(progress.bytes_sent)} sent each",
+        f"sync in {progress.steps_to_next_sync}",
     ]
     if progress.validation_loss is not None:
         parts.append(f"validation loss {progress.validation_loss:.4f}")
