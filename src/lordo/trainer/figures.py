@@ -16,7 +16,7 @@ from lordo.accounting import STATE_KINDS
 from lordo.trainer.compare import Row, mean_at, mean_curve, modelled_seconds
 from lordo.trainer.units import bandwidth
 
-SIZE = (7.0, 4.3)  # inches
+SIZE = (8.5, 4.3)  # inches
 DPI = 130
 
 
@@ -53,7 +53,7 @@ def _curves(rows: Sequence[Row], file: Path, xlabel: str, place: Any, *, log: bo
         axes.set_xscale("log")
     axes.set(xlabel=xlabel, ylabel="validation loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return _save(figure, file)
 
 
@@ -73,7 +73,7 @@ def _overlap(rows: Sequence[Row], file: Path) -> Path:
             axes.plot(steps, overlaps, label=row.label, **_style(i))
     axes.set(xlabel="step", ylabel="overlap with the first basis", ylim=(0, 1.05))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return _save(figure, file)
 
 
@@ -89,7 +89,7 @@ def _memory(rows: Sequence[Row], file: Path) -> Path:
     axes.axvline(rows[0].finished[0].adamw_bytes / 1e6, color="black", linestyle="--", linewidth=1, label="AdamW")
     axes.invert_yaxis()
     axes.set(xlabel="MB of optimizer state per worker")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return _save(figure, file)
 
 
@@ -103,7 +103,7 @@ def _varied(rows: Sequence[Row], file: Path) -> Path:
     names = ", ".join(name for name, _ in next(row.variant for row in rows if row.variant))
     axes.set(xlabel=names, ylabel="validation perplexity")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return _save(figure, file)
 
 

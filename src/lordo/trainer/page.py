@@ -26,9 +26,9 @@ and overlap are left out.
 * at a learning rate: it lies on the edge of those tried, so a better one may lie beyond."""
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
+th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
 figure { margin: 2rem 0 }
 figcaption { font-weight: 600 }
