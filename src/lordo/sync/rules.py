@@ -99,16 +99,12 @@ class FirstBasis(Stateless):
         refresh.install()
 
 
-class Average:
+class Average(Stateless):
     """Average parameters, moments or error over the workers, each when its own period says so, in one go."""
 
     def __init__(self, *what: str) -> None:
         """Any of "parameters", "exp_avg", "exp_avg_sq", "error"."""
         self.what = what
-
-    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
 
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Average what is due after step t."""

@@ -58,7 +58,12 @@ class RunFolder:
 
 def jsonable(values: dict[str, Any]) -> dict[str, Any]:
     """Values with None for the numbers that JSON lacks: NaN and the infinities."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    return {name: finite_or_none(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def finite_or_none(value: float) -> float | None:
+    """The number, or None for NaN and the infinities."""
+    return value if math.isfinite(value) else None
 
 
 def load_summary(path: Path) -> Summary | None:

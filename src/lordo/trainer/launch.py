@@ -18,7 +18,7 @@ from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
 from lordo.trainer.models import drops_out
-from lordo.trainer.progress import Terminal
+from lordo.trainer.progress import ProgressLine
 from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary
 
@@ -62,7 +62,7 @@ def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, k
         torch.set_num_threads(threads)
         return train(prepared, workers, terminal if workers.rank == 0 else None)
 
-    with Terminal(console, folder, prepared.config) as terminal:
+    with ProgressLine(console, folder, prepared.config) as terminal:
         outcomes = simulate(work, prepared.config.workers, at_once=at_once)
     comm = min(comms, key=lambda workers: workers.rank)
     summary = summarize(prepared, outcomes[0], comm, at_once=at_once)
@@ -114,7 +114,7 @@ def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     if folder is None:
         train(prepared, workers)
         return None
-    with Terminal(console, folder, config) as terminal:
+    with ProgressLine(console, folder, config) as terminal:
         outcome = train(prepared, workers, terminal)
     summary = summarize(prepared, outcome, workers, at_once=None)
     folder.finish(summary, outcome.model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from lordo.trainer.compare import Row, modelled_seconds
 from lordo.trainer.config import RunConfig
+from lordo.trainer.folder import finite_or_none
 from lordo.trainer.recipe import dumps
 from lordo.trainer.summary import Summary
 from lordo.trainer.terminal import human_bytes, plain_table
@@ -141,10 +141,10 @@ def write_results(rows: Sequence[Row], file: Path) -> None:
             "variant": dict(row.variant),
             "lr": row.best_lr,
             "lr_on_edge": row.on_edge,
-            "perplexity": _finite(row.perplexity),
+            "perplexity": finite_or_none(row.perplexity),
             "spread": row.spread,
-            "perplexity_per_seed": [_finite(result.perplexity) for result in row.results],
-            "tried": {f"{lr:g}": _finite(perplexity) for lr, perplexity in row.tried.items()},
+            "perplexity_per_seed": [finite_or_none(result.perplexity) for result in row.results],
+            "tried": {f"{lr:g}": finite_or_none(perplexity) for lr, perplexity in row.tried.items()},
             "bytes_sent": row.finished[0].sent if row.finished else None,
             "state_bytes": row.finished[0].held if row.finished else None,
             "failures": row.failures,
@@ -153,7 +153,3 @@ def write_results(rows: Sequence[Row], file: Path) -> None:
     ]
     first = _first(rows)
     file.write_text(json.dumps({"rows": results, "environment": first.environment if first else {}}, indent=2) + "\n", encoding="utf-8")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

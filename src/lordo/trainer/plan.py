@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
@@ -96,7 +96,8 @@ def main(arguments: list[str]) -> int:
         links = asked.bandwidth.split(",")
         if asked.tflops <= 0:
             raise ValueError(f"--tflops must be above zero; got {asked.tflops:g}")
-        tables = [[plan(config, m, bits_per_second=bandwidth(link), flops=asked.tflops * 1e12) for m in methods] for link in links]
+        speeds = [bandwidth(link) for link in links]
+        plans = [plan(config, method, bits_per_second=speeds[0], flops=asked.tflops * 1e12) for method in methods]
         first = outline(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -104,8 +105,8 @@ def main(arguments: list[str]) -> int:
     numel = sum(w.numel for w in first.weights)
     console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers, {config.train.steps} steps", highlight=False)
     console.print(first.groups.table(), highlight=False, soft_wrap=True)
-    for link, plans in zip(links, tables, strict=True):
-        console.print(table(plans, link))
+    for link, speed in zip(links, speeds, strict=True):
+        console.print(table([replace(p, link_seconds=p.sent * 8 / speed) for p in plans], link))
     console.print(NOTES.format(tflops=asked.tflops), highlight=False, soft_wrap=True)
     return 0
 

@@ -12,7 +12,7 @@ from lordo.trainer.loop import Progress
 from lordo.trainer.terminal import human_bytes
 
 
-class Terminal:
+class ProgressLine:
     """Shows the progress: one line that changes where there is a terminal, a line for each record where there is none."""
 
     def __init__(self, console: Console, folder: RunFolder, config: RunConfig) -> None:
@@ -22,7 +22,7 @@ class Terminal:
         self.folder, self.config = folder, config
         self._live = Live(console=self.console, auto_refresh=False, transient=True) if console.is_terminal else None
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> ProgressLine:
         """Start the live line."""
         if self._live is not None:
             self._live.start()
