@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -864,6 +864,53 @@ def test_loading_the_state_of_another_optimizer_is_refused():
         lordo.LoRDO(parameters((6, 9)), **OPTIONS).load_state_dict(adamw.state_dict())
 
 
+def named_groups(*groups, rank=2):
+    """Groups of named parameters: equal names have equal shapes, and values of their own."""
+    shapes = {"a": (6, 9), "b": (9, 6), "c": (5,), "d": (7, 7)}
+    made = {name: parameters(shapes[name], seed=ord(name))[0] for names in groups for name in names}
+    return made, [{"params": [(name, made[name]) for name in names], "rank": rank + i % 2} for i, names in enumerate(groups)]
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
+def test_a_state_is_loaded_by_name_whatever_the_order_of_groups(prefix):
+    """Groups turned round, parameters turned round inside them, one model compiled or wrapped and the other not."""
+    saved, groups = named_groups(("a", "b"), ("c", "d"))
+    optimizer = lordo.LoRDO(groups, **OPTIONS | {"rank": 2})
+    train(optimizer, list(saved.values()), 4)
+
+    own, turned = named_groups(("d", "c"), ("b", "a"))
+    ranks = {"d": 3, "a": 2}
+    for group in turned:
+        group["rank"] = ranks[group["params"][0 if group["params"][0][0] == "d" else 1][0]]
+        group["params"] = [(prefix + name, p) for name, p in group["params"]]
+    other = lordo.LoRDO(turned, **OPTIONS | {"rank": 2})
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(saved[name])
+    other.load_state_dict(reloaded(optimizer.state_dict()))
+
+    for step in range(5, 9):
+        for params, o in ((saved, optimizer), (own, other)):
+            for i, name in enumerate("abcd"):
+                params[name].grad = randn(*params[name].shape, seed=100 * step + i)
+            o.step()
+    for name in "abcd":
+        assert torch.equal(saved[name], own[name]), name
+        assert_same_bits(optimizer.state[saved[name]], other.state[own[name]])
+    assert [group["rank"] for group in other.param_groups] == [3, 2]
+
+
+def test_a_state_of_other_names_or_groups_is_refused():
+    _, groups = named_groups(("a", "b"), ("c", "d"))
+    state = lordo.LoRDO(groups, **OPTIONS).state_dict()
+    _, fewer = named_groups(("a", "b"), ("c",))
+    with pytest.raises(ValueError, match="parameter 'd' is in the loaded state but not in this optimizer"):
+        lordo.LoRDO(fewer, **OPTIONS).load_state_dict(state)
+    _, mixed = named_groups(("a", "c"), ("b", "d"))
+    with pytest.raises(ValueError, match=r"parameter group 0 holds parameters of the groups \[0, 1\] of the loaded state"):
+        lordo.LoRDO(mixed, **OPTIONS).load_state_dict(state)
+
+
 def test_state_dict_hooks_are_honoured():
     params = parameters((6, 9))
     optimizer = lordo.LoRDO(params, **OPTIONS)
@@ -901,7 +948,12 @@ def small_model(seed: int) -> nn.Module:
         return Small()
 
 
-def test_state_passes_through_distributed_checkpoint_by_name():
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_passes_through_distributed_checkpoint_by_name(flatten, dtype):
+    """Moments of bfloat16 weights stay float32; groups may come in another order."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
     def step(model, optimizer, number):
         tokens = torch.randint(11, (5, 8), generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
@@ -909,22 +961,27 @@ def test_state_passes_through_distributed_checkpoint_by_name():
         optimizer.step()
 
     def build(seed):
-        model = small_model(seed)
-        return model, lordo.LoRDO(lordo.param_groups(model, rank=2), lr=0.01, sync_every=3)
+        model = small_model(seed).to(dtype)
+        groups = lordo.param_groups(model, rank=2)
+        return model, lordo.LoRDO(groups[::-1] if seed and not flatten else groups, lr=0.01, rank=None, sync_every=3)
 
     model, optimizer = build(0)
     for number in range(4):
         step(model, optimizer, number)
-    saved = reloaded(get_optimizer_state_dict(model, optimizer))
-    assert saved["state"].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    saved = reloaded(get_optimizer_state_dict(model, optimizer, options=options))
+    if not flatten:
+        assert saved["state"].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
 
     other, resumed_optimizer = build(1)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
-    set_optimizer_state_dict(other, resumed_optimizer, saved)
+    set_optimizer_state_dict(other, resumed_optimizer, saved, options=options)
     for number in range(4, 9):
         step(model, optimizer, number)
         step(other, resumed_optimizer, number)
-    assert_same_bits(everything(optimizer), everything(resumed_optimizer))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        if p.requires_grad:
+            assert_same_bits(optimizer.state[p], resumed_optimizer.state[q])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------------

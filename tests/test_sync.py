@@ -246,21 +246,125 @@ def test_a_pseudo_gradient_that_is_not_finite_keeps_that_basis_and_is_reported(b
     assert lordo.simulate(one_worker, 2) == [([True, False], ("ruined",), [True, True])] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="weights that are not finite are not yet left out of the average")
-def test_a_ruined_worker_does_not_ruin_the_others():
-    """At a synchronisation every worker joins, with weight 0 if its part is not finite (design: hazards, collectives)."""
+def with_one_ruined(workers, *, ruin, steps=3, options=OPTIONS):
+    """Train to the third step, the synchronisation, before which `ruin(params, optimizer, rank)` does harm."""
+    params = parameters((6, 9), (5,))
+    optimizer = lordo.LoRDO([("matrix", params[0]), ("vector", params[1])], workers=workers, **options)
+    train(optimizer, params, 2, worker=workers.rank)
+    with torch.no_grad():
+        ruin(params, optimizer, workers.rank)
+    train(optimizer, params, range(3, steps + 1), worker=workers.rank)
+    return params, optimizer
 
+
+def ruin_weights(bad):
+    def ruin(params, optimizer, rank):
+        if rank == 1:
+            params[0][2, 3] = bad
+
+    return ruin
+
+
+@pytest.mark.filterwarnings("ignore:after step 3 an average leaves out")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_a_ruined_worker_does_not_ruin_the_others(num_workers, bad):
+    """At a synchronisation every worker joins, with weight 0 if its part is not finite (design: hazards, collectives): the mean is that of
+    the others, and the ruined worker takes it too."""
+
+    def one_worker(workers):
+        finals = []
+
+        def ruin(params, optimizer, rank):
+            ruin_weights(bad)(params, optimizer, rank)
+            give_gradients(params, step=3, worker=rank)
+            mine = [p.detach().clone() for p in params]  # what this worker would have after a third step of its own
+            alone = copy.deepcopy(optimizer)
+            alone._attach(lordo.sync.Solo())
+            train(alone, (ps := [p for g in alone.param_groups for p in g["params"]]), range(3, 4), worker=rank)
+            finals.extend(ps if rank != 1 else mine)
+
+        params, optimizer = with_one_ruined(workers, ruin=ruin)
+        return [p.detach().clone() for p in params], finals, optimizer
+
+    results = lordo.simulate(one_worker, num_workers)
+    for i in range(2):
+        expected = torch.stack([finals[i].detach() for rank, (_, finals, _) in enumerate(results) if rank != 1]).mean(0)
+        for params, _, _ in results:
+            assert params[i].isfinite().all()
+            assert torch.equal(params[i], results[0][0][i])
+            torch.testing.assert_close(params[i], expected)
+    for rank, (_, _, optimizer) in enumerate(results):
+        assert optimizer.num_left_out == (rank == 1)
+        assert [(each.worker, each.tensor, each.in_a_row) for each in optimizer.report.left_out] == [(1, "matrix", 1)]
+        assert optimizer.state_dict()["param_groups"][0]["left_out"] == (rank == 1)
+
+
+def test_who_is_left_out_is_named_and_it_trains_on():
+    def one_worker(workers):
+        return with_one_ruined(workers, ruin=ruin_weights(math.nan), steps=9)
+
+    with pytest.warns(RuntimeWarning, match=r"after step 3 an average leaves out worker 1 \('matrix' is not finite\)"):
+        results = lordo.simulate(one_worker, 3)
+    for params, optimizer in results:
+        assert optimizer.report.left_out == ()
+        assert optimizer.left_out_in_a_row == 0
+        assert all(torch.equal(p, q) for p, q in zip(params, results[0][0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:after step")
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "error"])
+def test_state_that_is_not_finite_on_one_worker_starts_anew_there(key):
+    """Moments are left out of the average; the error is the worker's own, and NaN in it would make its next step NaN."""
+
+    def ruin(params, optimizer, rank):
+        if rank == 0:
+            optimizer.state[params[0]][key].view(-1)[3] = math.nan
+
+    results = lordo.simulate(lambda workers: with_one_ruined(workers, ruin=ruin, steps=8), 2)
+    for params, optimizer in results:
+        for p in params:
+            assert all(t.isfinite().all() for t in (p, *optimizer.state[p].values()))
+
+
+@pytest.mark.filterwarnings("ignore:after step", "ignore:step .* skipped")
+def test_a_worker_that_is_left_out_again_and_again_ends_the_run_on_all():
+    sentences = []
+
+    def one_worker(workers):
+        params = parameters((6, 9))
+        optimizer = lordo.LoRDO([("matrix", params[0])], workers=workers, **OPTIONS)
+        try:
+            for step in range(1, 40):
+                if workers.rank == 2 and step > 1:
+                    with torch.no_grad():
+                        params[0][0, 0] = math.nan
+                train(optimizer, params, range(step, step + 1), worker=workers.rank)
+        except FloatingPointError as error:
+            sentences.append((step, str(error)))
+            if len(sentences) == 3:
+                raise
+
+    with pytest.raises(FloatingPointError, match=r"after step 15 an average leaves out worker 2 .*, as 4 before it: look at that machine"):
+        lordo.simulate(one_worker, 3)
+    assert len(set(sentences)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:after step")
+def test_an_average_outside_the_schedule_leaves_out_a_ruined_worker_too():
     def one_worker(workers):
         params = parameters((6, 9), (5,))
         optimizer = lordo.LoRDO(params, workers=workers, **OPTIONS)
         train(optimizer, params, 2, worker=workers.rank)
         if workers.rank == 1:
             with torch.no_grad():
-                params[0][2, 3] = math.nan
-        train(optimizer, params, range(3, 4), worker=workers.rank)
-        return all(p.isfinite().all() for p in params)
+                params[1][0] = math.inf
+        optimizer.average_parameters()
+        return params
 
-    assert lordo.simulate(one_worker, 3) == [True] * 3
+    for p, q in zip(*lordo.simulate(one_worker, 2), strict=True):
+        assert p.isfinite().all()
+        assert torch.equal(p, q)
 
 
 # -- a worker whose parameter has fewer steps ----------------------------------------------------------------------------------

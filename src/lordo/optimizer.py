@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lordo.sync import Comm, Solo, as_comm
 from lordo.sync.agreement import check_agreement
 from lordo.sync.rules import AverageGradients, SyncReport
 from lordo.sync.schedule import PERIODS, is_due, steps_to_next
+from lordo.sync.shares import MAX_LEFT_OUT_IN_A_ROW, LeftOut, average_
 from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
 
 _REQUIRED: Any = required  # torch's mark of a setting that has no default
@@ -69,6 +71,8 @@ class DistributedOptimizer(LowRankAdam):
         _check_keys(param_group, self.method)
         super().add_param_group(param_group)
         self.param_groups[-1]["started"] = False
+        for counter in ("left_out", "left_out_in_a_row"):
+            self.param_groups[-1][counter] = self.param_groups[0].get(counter, 0)
         self._agreed = False
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -123,7 +127,28 @@ class DistributedOptimizer(LowRankAdam):
         self.local_step()
         for rule in self.after:
             rule(self, self.workers, number)
+        if self.report.step == number and self.report.averaged:
+            self._count_left_out(self.report.left_out)
         self.raise_if_hopeless()
+
+    def _count_left_out(self, left_out: Sequence[LeftOut]) -> None:
+        """Count whether this worker's share was left out of an average, and tell whose was.
+
+        Raises:
+            FloatingPointError: on all workers, if one was left out too often in a row.
+        """
+        mine = any(each.worker == self.workers.rank for each in left_out)
+        for group in self.param_groups:
+            group["left_out"] += mine
+            group["left_out_in_a_row"] = group["left_out_in_a_row"] + 1 if mine else 0
+        if not left_out:
+            return
+        who = "nobody, for all have such numbers: " if len(left_out) == self.workers.size else ""
+        told = f"after step {self.steps_taken} an average leaves out {who}{', '.join(map(str, left_out))}"
+        if any(each.in_a_row >= MAX_LEFT_OUT_IN_A_ROW for each in left_out):
+            raise FloatingPointError(f"{told}, as {MAX_LEFT_OUT_IN_A_ROW - 1} before it: look at that machine, or lower the learning rate")
+        if mine or self.workers.rank == 0:
+            warnings.warn(told, RuntimeWarning, stacklevel=5)
 
     def _unscale_gradients(self) -> None:
         """Take a GradScaler's factor out of the gradients before they are averaged: it may differ between workers."""
@@ -154,14 +179,27 @@ class DistributedOptimizer(LowRankAdam):
         Nothing is sent if they were averaged at this very step. Training may go on afterwards.
         """
         self._check_attached()
-        self.workers.mean_([("parameters", p.detach()) for p in self.unaveraged_parameters()])
-        self._averaged_at = self.steps_taken
+        named = [("parameters", name, p.detach()) for name, p in self.unaveraged_parameters()]
+        if named:
+            left_out = average_(named, self.workers, in_a_row=self.left_out_in_a_row)
+            self._averaged_at = self.steps_taken
+            self._count_left_out(left_out)
 
-    def unaveraged_parameters(self) -> list[Tensor]:
-        """Parameters that may differ between workers at this step, sorted by name."""
+    def unaveraged_parameters(self) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of those that may differ between workers at this step, sorted by name."""
         if self.method.averages_gradients or self.workers.size == 1 or self._averaged_at == self.steps_taken:
             return []
-        return [p for _, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
+        return [(name, p) for name, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
+
+    @property
+    def num_left_out(self) -> int:
+        """Averages that left this worker's share out because it was not finite."""
+        return int(self.param_groups[0]["left_out"])
+
+    @property
+    def left_out_in_a_row(self) -> int:
+        """How many averages before now left this worker's share out without a break."""
+        return int(self.param_groups[0]["left_out_in_a_row"])
 
     @property
     def steps_to_next_sync(self) -> int:
@@ -222,7 +260,7 @@ class DistributedOptimizer(LowRankAdam):
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
     """What must be equal on all workers in a group: its settings, as plain values, and the steps taken."""
-    hidden = ("params", "param_names", "skipped_steps", "skipped_in_a_row")
+    hidden = ("params", "param_names", "skipped_steps", "skipped_in_a_row", "left_out", "left_out_in_a_row")
     plain = {key: value for key, value in group.items() if key not in hidden}
     return {key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from lordo.finite import first_nonfinite
 from lordo.lowrank import canonical, canonical_shape, identity_basis, rotate_moments
+from lordo.optim.by_name import by_name
 from lordo.optim.fullrank_step import fullrank_step_
 from lordo.optim.local_basis import local_basis
 from lordo.optim.lowrank_step import lowrank_step_
@@ -178,14 +179,7 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def _nonfinite_gradient(self) -> str | None:
         """Name of a parameter whose gradient holds a NaN or an infinity."""
-        named = [(name, p.grad) for name, p, _ in self._members() if p.grad is not None]
-        filled = [gradient for _, gradient in named if gradient.numel()]
-        peaks = torch._foreach_norm(filled, ord=math.inf) if filled else []
-        finite = torch.stack([peak.isfinite().to(peaks[0].device) for peak in peaks]) if peaks else None
-        if finite is None or bool(finite.all()):
-            return None
-        names = [name for name, gradient in named if gradient.numel()]
-        return names[int(finite.logical_not().nonzero()[0])]
+        return first_nonfinite((name, p.grad) for name, p, _ in self._members() if p.grad is not None)
 
     def _count(self, unusable: str | None) -> None:
         """Count this step in every group, and report it if it is skipped."""
@@ -220,7 +214,14 @@ class LowRankAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, keeping its dtypes (torch would cast moments to the dtype of the weights)."""
+        """Load a state, keeping its dtypes (torch would cast moments to the dtype of the weights).
+
+        Parameters that have names here and there are matched by them, whatever the order of parameters and groups.
+
+        Raises:
+            ValueError: the state of another model, of other groups or of an optimizer with other settings.
+        """
+        state_dict = by_name(state_dict, self.param_groups)
         self._check_state(state_dict)
         loaded: dict[str, Any] = {}
         handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final))  # after the user's hooks

@@ -59,13 +59,15 @@ class Comm(ABC):
             return sum(sent_bytes(moved, self.size) for moved in self.moved.values())
         return sent_bytes(self.moved[tag], self.size)
 
-    def mean_(self, tagged: Tagged) -> None:
+    def mean_(self, tagged: Tagged, *, num_shares: int | None = None) -> None:
         """Replace every tensor by its mean over the workers: the same bits on all of them.
 
         Args:
             tagged: (tag, tensor) pairs, floating-point, of equal shapes and order on every worker. The mean is formed in float32
                 (float64 for float64). Small tensors travel together.
+            num_shares: how many workers' tensors count, if not all: the others hold zeros.
         """
+        divisor = self.size if num_shares is None else num_shares
         for tag, t in tagged:
             if not t.is_floating_point() or t.element_size() < 2:
                 raise TypeError(f"only floating-point tensors have a mean here; got {t.dtype} under '{tag}'")
@@ -78,15 +80,15 @@ class Comm(ABC):
             for _, t in tagged:
                 if travels_alone(t):
                     self.sum_(t)
-                    t.div_(self.size)
+                    t.div_(divisor)
             together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for _, t in tagged:
                 if not travels_alone(t):
                     together.setdefault((wire_dtype(t.dtype), t.device), []).append(t)
             for (dtype, device), tensors in together.items():
-                self._mean_together_(tensors, dtype, device)
+                self._mean_together_(tensors, dtype, device, divisor)
 
-    def _mean_together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def _mean_together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device, divisor: int) -> None:
         sizes = [t.numel() for t in tensors]
         flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         buffer = torch.empty(min(sum(sizes), BUCKET_ELEMENTS), dtype=dtype, device=device)
@@ -95,7 +97,7 @@ class Comm(ABC):
             for part, place in _places(bucket, flat, used):
                 place.copy_(part)
             self.sum_(used)
-            used.div_(self.size)
+            used.div_(divisor)
             for part, place in _places(bucket, flat, used):
                 part.copy_(place)
         for t, f in zip(tensors, flat, strict=True):

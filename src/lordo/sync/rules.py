@@ -17,6 +17,7 @@ from torch import Tensor
 from lordo.lowrank import canonical, leading_subspace, overlap, rounding_noise
 from lordo.sync.comm import Comm
 from lordo.sync.schedule import is_due
+from lordo.sync.shares import LeftOut, average_, heal_
 from lordo.sync.wire import wire_dtype
 
 Member = tuple[str, Tensor, dict[str, Any]]  # name, parameter, settings of its group
@@ -31,12 +32,14 @@ class SyncReport:
         averaged: what was averaged.
         overlap: mean overlap of the old and the new bases; None without a refresh.
         kept_bases: names of the weights that kept their basis because the pseudo-gradient was zero or not finite.
+        left_out: workers whose share had weight 0 because it was not finite.
     """
 
     step: int
     averaged: tuple[str, ...] = ()
     overlap: float | None = None
     kept_bases: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class Synchronised(Protocol):
@@ -44,6 +47,10 @@ class Synchronised(Protocol):
 
     state: Any
     report: SyncReport
+
+    @property
+    def left_out_in_a_row(self) -> int:
+        """How often this worker's share was just left out of an average."""
 
     def named_members(self) -> list[Member]:
         """Trainable parameters, sorted by name."""
@@ -108,22 +115,26 @@ class Average(Stateless):
 
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Average what is due after step t."""
-        due: list[tuple[str, Tensor]] = []
+        due: list[tuple[str, str, Tensor]] = []
         counted: list[Member] = []
         for member in optimizer.named_members():
-            _, p, settings = member
+            name, p, settings = member
             for what in self.what:
                 tensor = p.detach() if what == "parameters" else optimizer.state[p].get(what)
                 if tensor is not None and is_due(settings, what, step):
-                    due.append((what, tensor))
+                    due.append((what, name if what == "parameters" else f"{name}.{what}", tensor))
                     counted += [member] if what == "exp_avg" else []
         if not due:
             return
         counts = _step_counts(optimizer, counted)
-        comm.mean_([*due, ("step", counts)])
+        left_out = average_([*due, ("step", "step", counts)], comm, in_a_row=optimizer.left_out_in_a_row)
         for (_, p, _), count in zip(counted, counts.tolist(), strict=True):
             optimizer.state[p]["step"].fill_(count)
-        optimizer.report = SyncReport(step, tuple(what for what in self.what if any(what == tag for tag, _ in due)))
+        if any(each.worker == comm.rank for each in left_out):
+            for _, p, _ in optimizer.named_members():
+                heal_(optimizer.state[p])
+        averaged = tuple(what for what in self.what if any(what == tag for tag, _, _ in due))
+        optimizer.report = SyncReport(step, averaged, left_out=left_out)
 
 
 def _step_counts(optimizer: Synchronised, members: Sequence[Member]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lordo.optimizer import DistributedOptimizer
+from lordo.sync.shares import average_
 
 BATCH_SEQUENCES = 32
 
@@ -56,13 +57,13 @@ def averaged_weights(optimizer: DistributedOptimizer) -> Iterator[None]:
     What is sent for it is counted as "evaluation". One worker's own weights, just before a synchronisation, are not the model.
     """
     stale = optimizer.unaveraged_parameters()
-    own = [p.detach().clone() for p in stale]
-    optimizer.workers.mean_([("evaluation", p.detach()) for p in stale])
+    own = [p.detach().clone() for _, p in stale]
+    average_([("evaluation", name, p.detach()) for name, p in stale], optimizer.workers)
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, weights in zip(stale, own, strict=True):
+            for (_, p), weights in zip(stale, own, strict=True):
                 p.copy_(weights)
 
 

@@ -53,6 +53,7 @@ class Progress:
         lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far.
         seconds: since the first step. tokens_per_second: of all workers together, since the last record.
         steps_to_next_sync: 1 to K. gradient_norm: of worker 0, before clipping. skipped_steps: summed over workers.
+        left_out: shares that averages left out because a worker's numbers were not finite, summed over workers.
         validation_loss, perplexity: of the averaged model, where it was evaluated.
         overlap: of the bases before and after the last refresh. overlap_with_first: of the bases now and the first ones.
         kept_bases: weights whose basis the last refresh left alone.
@@ -70,6 +71,7 @@ class Progress:
     steps_to_next_sync: int
     gradient_norm: float
     skipped_steps: int
+    left_out: int
     validation_loss: float | None = None
     perplexity: float | None = None
     overlap: float | None = None
@@ -86,6 +88,7 @@ class Outcome:
     evaluation: Evaluation
     seconds: float
     skipped_steps: int
+    left_out: int
 
 
 class Observer(Protocol):
@@ -219,8 +222,13 @@ class _Loop:
             if due or step % self.config.train.log_every == 0 or step == 1:
                 self.log(step, loss, norm, lr, evaluation)
         assert evaluation is not None
-        skipped = sum(self.workers.gather(self.optimizer.num_skipped_steps))
-        return Outcome(self.model, self.optimizer, evaluation, time.perf_counter() - self.began, skipped)
+        seconds = time.perf_counter() - self.began
+        skipped, left_out = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
+        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out)
+
+    def lost(self) -> tuple[int, int]:
+        """Steps that this worker skipped, and averages that left it out, because its numbers were not finite."""
+        return self.optimizer.num_skipped_steps, self.optimizer.num_left_out
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step on the next batch: its loss, and the gradient's norm before clipping."""
@@ -243,10 +251,10 @@ class _Loop:
 
     def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, evaluation: Evaluation | None) -> None:
         """Gather the workers' losses, and tell the observer."""
-        notes = self.workers.gather((float(loss), self.optimizer.num_skipped_steps))
+        notes = self.workers.gather((float(loss), *self.lost()))
         now = time.perf_counter()
         if self.observer is not None:
-            losses = [each for each, _ in notes]
+            losses = [each for each, *_ in notes]
             self.observer.progressed(
                 Progress(
                     step=step,
@@ -260,7 +268,8 @@ class _Loop:
                     tokens_per_second=(step - self.logged_step) * self.tokens_per_step / max(now - self.logged_at, 1e-9),
                     steps_to_next_sync=self.optimizer.steps_to_next_sync,
                     gradient_norm=float(norm),
-                    skipped_steps=sum(skipped for _, skipped in notes),
+                    skipped_steps=sum(skipped for _, skipped, _ in notes),
+                    left_out=sum(left_out for *_, left_out in notes),
                     validation_loss=evaluation.loss if evaluation else None,
                     perplexity=evaluation.perplexity if evaluation else None,
                     **self.about_bases(),

@@ -56,4 +56,6 @@ def progress_line(progress: Progress, steps: int) -> str:
         parts.append(f"validation loss {progress.validation_loss:.4f}")
     if progress.skipped_steps:
         parts.append(f"{progress.skipped_steps} steps skipped (gradient not finite)")
+    if progress.left_out:
+        parts.append(f"{progress.left_out} shares left out (not finite)")
     return "  ".join(parts)

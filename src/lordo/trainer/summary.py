@@ -52,6 +52,7 @@ class Summary:
     seconds: dict[str, float]
     at_once: int | None
     skipped_steps: int
+    left_out: int
     environment: dict[str, str]
 
     @property
@@ -93,6 +94,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
         at_once=at_once,
         skipped_steps=outcome.skipped_steps,
+        left_out=outcome.left_out,
         environment=environment(),
     )
 

@@ -1,0 +1,71 @@
+"""Whose share goes into an average: a worker with a NaN or an infinity joins every collective, but with weight 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lordo.finite import first_nonfinite
+from lordo.sync.comm import Comm
+
+# Synchronisations in a row from which one worker may be left out before it is an error.
+MAX_LEFT_OUT_IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A worker whose share was left out of an average.
+
+    worker: its number. tensor: the first of its tensors that was not finite. in_a_row: how often it was left out without a break.
+    """
+
+    worker: int
+    tensor: str
+    in_a_row: int
+
+    def __str__(self) -> str:
+        """As part of a sentence."""
+        return f"worker {self.worker} ('{self.tensor}' is not finite)"
+
+
+@torch.no_grad()
+def average_(named: Sequence[tuple[str, str, Tensor]], comm: Comm, *, in_a_row: int = 0) -> tuple[LeftOut, ...]:
+    """Replace tensors by their mean over the workers whose own are finite, all of them; the same bits on every worker.
+
+    Who that is goes round in a small note first: which collectives follow does not depend on it, and every worker comes to know it. If
+    nobody's are finite, everybody's are averaged: what is ruined everywhere stays so, and what is sound stays sound.
+
+    Args:
+        named: (tag, name, tensor), in the same order on every worker. comm: the workers.
+        in_a_row: how often this worker was left out just before.
+
+    Returns:
+        Who was left out.
+    """
+    if comm.size == 1 or not named:
+        return ()
+    notes = comm.gather((first_nonfinite((name, tensor) for _, name, tensor in named), in_a_row))
+    left_out = tuple(LeftOut(worker, name, before + 1) for worker, (name, before) in enumerate(notes) if name is not None)
+    num_shares = comm.size - len(left_out) or comm.size
+    if num_shares < comm.size and any(each.worker == comm.rank for each in left_out):
+        for _, _, tensor in named:
+            tensor.zero_()
+    comm.mean_([(tag, tensor) for tag, _, tensor in named], num_shares=num_shares)
+    return left_out
+
+
+def heal_(state: dict[str, Any]) -> None:
+    """After a worker was left out: what an average did not replace and is not finite starts anew.
+
+    Args:
+        state: of one parameter. A moment that is not finite takes the other one and the count of steps with it.
+    """
+    bad = [key for key, tensor in state.items() if tensor.is_floating_point() and first_nonfinite([(key, tensor)])]
+    if "exp_avg" in bad or "exp_avg_sq" in bad:
+        bad += ["exp_avg", "exp_avg_sq", "step"]
+    for key in bad:
+        state[key].zero_()
