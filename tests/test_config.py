@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lordo.suggest import SHOWN, nearest, unknown
-from lordo.trainer.config import BatchConfig, ConfigError, DataConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig
+from lordo.trainer.config import BatchConfig, ConfigError, DataConfig, MethodConfig, ModelConfig, PhaseConfig, RunConfig, TrainConfig
 from lordo.trainer.recipe import dump, dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -91,7 +91,7 @@ def test_whole_numbers_are_numbers_but_not_the_other_way(tmp_path):
 
 
 def test_every_setting_has_a_docstring():
-    tables = [RunConfig, ModelConfig, DataConfig, BatchConfig, MethodConfig, TrainConfig]
+    tables = [RunConfig, ModelConfig, DataConfig, BatchConfig, MethodConfig, PhaseConfig, TrainConfig]
     assert [f"{table.__name__}.{name}" for table in tables for name, field in table.model_fields.items() if not field.description] == []
 
 
@@ -127,6 +127,33 @@ def test_the_recipes_are_read(path):
         ("rank = 16", "betas = [0.9]", "[method] betas = [0.9], but it should be two numbers, such as [0.9, 0.999]"),
         ("rank = 16", 'outer = "sgd"', "[method] outer = \"sgd\", but it should be 'none' or 'nesterov'"),
         ("rank = 16", 'basis = "qr"', "[method] basis = \"qr\", but it should be 'auto', 'svd' or 'subspace'"),
+        ("[train]", "[[phase]]\nfrom_step = 5\nomgea = 1.0\n[train]", "[phase[0]] has no setting 'omgea'; did you mean 'omega'?"),
+        ("[train]", "[[phase]]\nomega = 1.0\n[train]", "[phase[0]] lacks the setting 'from_step'; add it: First step, counted from 1"),
+        ("[train]", "[[phase]]\nfrom_step = 1\nomega = 1.0\n[train]", "[phase[0]] from_step = 1, but it should be at least 2"),
+        ("[train]", "[[phase]]\nfrom_step = 5\n[train]", "phase[0] changes nothing: give it a setting of [method], or leave it out"),
+        ("[train]", "[[phase]]\nfrom_step = 401\nlr = 1.0\n[train]", "phase[0].from_step = 401 is after the last step, 400: lower it"),
+        (
+            "[train]",
+            "[[phase]]\nfrom_step = 5\nlr = 1.0\n[[phase]]\nfrom_step = 5\nlr = 1.0\n[train]",
+            "phase[1].from_step = 5 does not come after 5: put the phases in order",
+        ),
+        (
+            "[train]",
+            "[batch]\nglobal_tokens = 1000\n[train]",
+            "batch.global_tokens = 1000 is not a multiple of workers × data.sequence_length",
+        ),
+        (
+            "[train]",
+            "[batch]\nglobal_tokens = 1024\nper_worker_sequences = 2\n[train]",
+            "[batch] per_worker_sequences and global_tokens say the same thing twice: leave one of them out",
+        ),
+        ("[train]", "[batch]\naccumulate = 3\n[train]", "batch.accumulate = 3 does not divide the 8 sequences of a worker"),
+        ("steps = 400", "steps = 400\ndecay_steps = 9", '[train] decay_steps = 9, but schedule = "constant" never falls: take "linear" or'),
+        (
+            "steps = 400",
+            'steps = 400\nschedule = "linear"\ndecay_steps = 390',
+            "[train] warmup_steps = 20 and decay_steps = 390 are more than steps = 400 together",
+        ),
         ("steps = 400", "steps = 0", "[train] steps = 0, but it should be at least 1"),
         ("steps = 400", "steps = 10", "[train] warmup_steps = 20 is more than steps = 10: lower warmup_steps or train for more"),
         ('"stdlib"', "7", "[data] source = 7, but it should be 'stdlib' or a valid list"),
@@ -228,11 +255,19 @@ methods = st.builds(
     fullrank_signal=maybe(st.sampled_from(["gradient", "gradient+error"])),
     outer=maybe(st.sampled_from(["none", "nesterov"])),
 )
-trains = counts.flatmap(
+trains = st.integers(99, 2**62).flatmap(
     lambda steps: st.builds(
         TrainConfig, steps=st.just(steps), clip=maybe(positive), warmup_steps=st.integers(0, steps), final_lr_fraction=fractions
     )
 )
+
+
+def phases(first_steps: list[int]):
+    """Phases that begin at these steps, each changing something."""
+    changes = st.fixed_dictionaries({"omega": fractions}, optional={"betas": st.tuples(decays, decays), "lr": positive})
+    return st.tuples(*(changes.map(lambda change, step=step: PhaseConfig(from_step=step, **change)) for step in first_steps)).map(list)
+
+
 runs = st.builds(
     RunConfig,
     name=st.from_regex(r"\A\w[\w.-]*\Z"),
@@ -243,6 +278,7 @@ runs = st.builds(
     data=st.builds(DataConfig, source=st.just("stdlib") | st.lists(text, min_size=1), max_bytes=maybe(counts)),
     batch=st.builds(BatchConfig, per_worker_sequences=counts),
     method=methods,
+    phase=st.just([]) | st.lists(st.integers(2, 99), min_size=1, unique=True).map(sorted).flatmap(phases),
     train=trains,
 )
 
@@ -279,7 +315,7 @@ def test_none_in_the_model_config_means_left_out():
 def test_defaults_are_written_too(tmp_path):
     text = dumps(load(written(tmp_path)))
     assert 'output = "runs"\n' in text
-    assert "[batch]\nper_worker_sequences = 8\n" in text
+    assert "[batch]\naccumulate = 1\n" in text
     assert "sync_every" not in text  # None: the method's own
 
 

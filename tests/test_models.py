@@ -95,8 +95,8 @@ def test_the_tiny_recipe_has_one_to_one_and_a_half_million_parameters():
         ({"num_attention_heads": 3}, "model.config: transformers refuses it: .*not a multiple of the number of attention heads"),
         ({"num_attention_heads": 0}, "model.config: transformers refuses it: ZeroDivisionError"),
         ({"hidden_act": "sillu"}, "model.config: transformers cannot build this model: KeyError: 'sillu'"),
-        ({"dtype": "bfloat16"}, "model.config: dtype = 'torch.bfloat16', but weights are float32 here; leave dtype out"),
-        ({"torch_dtype": "bfloat16"}, "model.config: dtype = 'torch.bfloat16', but weights are float32 here; leave dtype out"),
+        ({"dtype": "bfloat16"}, "model.config: dtype = 'torch.bfloat16', but train.precision decides that here; leave dtype out"),
+        ({"torch_dtype": "bfloat16"}, "model.config: dtype = 'torch.bfloat16', but train.precision decides that here; leave dtype out"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence(changes, sentence):

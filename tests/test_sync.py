@@ -521,11 +521,68 @@ def test_a_group_cannot_have_an_outer_step_of_its_own(value):
 # -- weights of low precision --------------------------------------------------------------------------------------------------
 
 
-def test_anchors_of_bf16_weights_are_float32_and_follow_the_weights():
-    for optimizer in run_workers(((6, 9),), num_workers=2, steps=3, dtype=torch.bfloat16, **OPTIONS):
-        (p,) = optimizer.param_groups[0]["params"]
-        assert optimizer.state[p]["anchor"].dtype == torch.float32
-        assert torch.equal(optimizer.state[p]["anchor"], p.float())
+@pytest.mark.parametrize("name", ["lordo", "local-adamw", "lordo-local", "diloco", "desloc"])
+def test_bf16_weights_are_their_float32_anchors_rounded_and_alike_on_all_workers(name):
+    settings = {key: value for key, value in OPTIONS.items() if key in lordo.METHODS[name].settings} | {"sync_every": 3}
+
+    def one_worker(workers):
+        params = parameters((6, 9), (5,), dtype=torch.bfloat16)
+        optimizer = lordo.DistributedOptimizer(params, name, workers=workers, **settings)
+        train(optimizer, params, 3, worker=workers.rank)
+        return [(p.detach(), optimizer.state[p]["anchor"]) for p in params]
+
+    first, second = lordo.simulate(one_worker, 2)
+    for (p, anchor), (other_p, other_anchor) in zip(first, second, strict=True):
+        assert anchor.dtype == torch.float32
+        assert not torch.equal(anchor, p.float())  # it knows more than the weight
+        assert torch.equal(anchor.bfloat16(), p)
+        assert torch.equal(p, other_p)
+        assert torch.equal(anchor, other_anchor)
+
+
+def test_changes_below_the_last_bit_of_a_bf16_weight_add_up():
+    """One worker of four moves 1 up by its last bit, 2⁻⁷, in each round: a mean of 2⁻⁹, which 1 in bfloat16 cannot hold."""
+
+    def one_worker(workers):
+        p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = lordo.DistributedOptimizer([p], "local-adamw", workers=workers, sync_every=1, lr=0.0)
+        optimizer.start()
+        seen = []
+        for _ in range(4):
+            p.data += 2**-7 if workers.rank == 2 else 0.0
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            seen.append((p[0].item(), optimizer.state[p]["anchor"][0].item()))
+        return seen
+
+    for seen in lordo.simulate(one_worker, 4):
+        assert [anchor for _, anchor in seen] == [1 + 2**-9, 1 + 2 * 2**-9, 1 + 3 * 2**-9, 1 + 2**-7]
+        assert [p for p, _ in seen] == [1.0, 1.0, 1 + 2**-7, 1 + 2**-7]  # rounded to even at the tie
+
+
+@pytest.mark.parametrize("name", ["lordo", "diloco"])
+def test_bf16_rounds_take_their_pseudo_gradient_from_the_float32_anchor(name):
+    """By hand, at the second round: A' = A + outer step of the mean of W − bfloat16(A)."""
+    own = {"rank": None} if name == "lordo" else {"outer_lr": 0.5, "outer_momentum": 0.0}
+
+    def one_worker(workers):
+        params = parameters((6, 9), dtype=torch.bfloat16)
+        optimizer = lordo.DistributedOptimizer(params, name, workers=workers, lr=0.01, sync_every=2, **own)
+        (p,) = params
+        train(optimizer, params, 3, worker=workers.rank)
+        anchor, before = optimizer.state[p]["anchor"].clone(), p.detach().clone()
+        alone = lordo.DistributedOptimizer([q := torch.nn.Parameter(before)], name, lr=0.01, sync_every=2, **own)
+        alone.load_state_dict(optimizer.state_dict())
+        alone.method, alone.after = optimizer.method, []
+        train(alone, [q], range(4, 5), worker=workers.rank)
+        train(optimizer, params, range(4, 5), worker=workers.rank)
+        return anchor, q.detach(), optimizer.state[p]["anchor"]
+
+    first, second = lordo.simulate(one_worker, 2)
+    start = first[0]
+    delta = sum(q.float() - start.bfloat16().float() for _, q, _ in (first, second)) / 2
+    expected = start + delta * (0.5 if name == "diloco" else 1.0)
+    torch.testing.assert_close(first[2], expected, rtol=0, atol=1e-7)
 
 
 # -- groups and parameters added later -----------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ import lordo.trainer.loop
 from lordo.trainer.alike import prepare_alike
 from lordo.trainer.config import RunConfig, TrainConfig, UsageError
 from lordo.trainer.data import load_blocks
-from lordo.trainer.loop import Progress, lr_factor, prepare
+from lordo.trainer.loop import Progress, prepare
+from lordo.trainer.phases import lr_factor
 from lordo.trainer.recipe import load, override
 
 NUM_WORKERS, STEPS, SYNC_EVERY, TOKENS_PER_STEP = 4, 50, 4, 4 * 2 * 32
@@ -426,6 +427,14 @@ def schedules(draw) -> TrainConfig:
         schedule=draw(st.sampled_from(["constant", "cosine", "linear"])),
         final_lr_fraction=draw(st.floats(0, 1)),
     )
+
+
+def test_learning_rate_stays_at_its_peak_until_the_decay():
+    """Warm-up, stable, decay."""
+    config = TrainConfig(steps=100, warmup_steps=10, schedule="linear", decay_steps=20, final_lr_fraction=0.0)
+    assert [lr_factor(step, config) for step in (5, 10, 50, 80)] == [0.5, 1, 1, 1]
+    assert [lr_factor(step, config) for step in (81, 90, 100)] == pytest.approx([0.95, 0.5, 0])
+    assert lr_factor(90, config.model_copy(update={"schedule": "cosine"})) == pytest.approx(0.5)
 
 
 @given(schedules())

@@ -88,7 +88,8 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
         held["basis"] += itemsize * basis_numel(weight)
         if weight.is_lowrank and settings["error_feedback"]:
             held["error"] += itemsize * weight.numel
-        if outer or (shared_basis and weight.is_lowrank):
+        rounds = "parameters" in method.averages and weight.dtype != wire_dtype(weight.dtype)
+        if outer or rounds or (shared_basis and weight.is_lowrank):
             held["anchor"] += itemsize * weight.numel
         if outer:
             held["outer_momentum"] += itemsize * weight.numel

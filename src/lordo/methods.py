@@ -82,9 +82,8 @@ class Method:
             before.append(FirstBasis())
         if self.averages:
             after.append(Average(*(what for what in PERIODS if what in self.averages or what == "error")))
-        refresh, outer = self.basis_from == "sync", settings["outer"] == "nesterov"
-        if refresh or outer:
-            after.append(PseudoGradient(refresh=refresh, outer=outer))
+        if "parameters" in self.averages:
+            after.append(PseudoGradient(refresh=self.basis_from == "sync", outer=settings["outer"] == "nesterov"))
         return before, after
 
 

@@ -25,6 +25,7 @@ from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
 
 _REQUIRED: Any = required  # torch's mark of a setting that has no default
 _WHOLE_OPTIMIZER = ("outer",)  # settings that decide which rules there are
+_LASTING = (*_WHOLE_OPTIMIZER, "rank", "error_feedback", "basis_every", *PERIODS.values())  # settings that decide what is kept or sent
 # What torch's learning-rate schedulers put into the groups.
 _SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
@@ -171,6 +172,39 @@ class DistributedOptimizer(LowRankAdam):
             if isinstance(rule, AverageGradients):
                 rule(self, self.workers, self.steps_taken + 1)
         self._gradients_averaged = True
+
+    @torch.no_grad()
+    def change_settings(self, **settings: Any) -> None:
+        """Change settings of all groups from the next step on: on every worker at the same step, and to the same values.
+
+        Where betas change, the moments are rescaled so that their bias-corrected values û and v̂ stay: both would jump otherwise, since
+        the correction 1 − βᵗ of the new β goes back to the first step.
+
+        Args:
+            settings: of the step and of the outer step, by name; not those that decide what is kept (rank, error_feedback, basis_from,
+                outer) or when workers meet.
+
+        Raises:
+            ValueError, TypeError: a setting that the method does not have or that cannot change, or a value that cannot be used.
+        """
+        for name in settings:
+            if name not in self.method.settings:
+                raise ValueError(f"method '{self.method.name}': {unknown('setting', name, self.method.settings)}")
+            if name in _LASTING:
+                raise ValueError(f"{name} decides what is kept or sent, and cannot change while training goes on")
+        for group in self.param_groups:
+            self.check_group({**group, **settings})
+        for group in self.param_groups:
+            if "betas" in settings and self.steps_taken:
+                self._rescale_moments(group, group["betas"], settings["betas"])
+            group.update(settings)
+
+    def _rescale_moments(self, group: dict[str, Any], old: tuple[float, float], new: tuple[float, float]) -> None:
+        for key, before, after in zip(("exp_avg", "exp_avg_sq"), old, new, strict=True):
+            for p in group["params"] if before != after else ():
+                t = float(self.state[p]["step"]) if p in self.state else 0.0
+                if t > 0:
+                    self.state[p][key].mul_((1 - after**t) / (1 - before**t))
 
     @torch.no_grad()
     def average_parameters(self) -> None:

@@ -121,9 +121,12 @@ class Average(Stateless):
             name, p, settings = member
             for what in self.what:
                 tensor = p.detach() if what == "parameters" else optimizer.state[p].get(what)
-                if tensor is not None and is_due(settings, what, step):
-                    due.append((what, name if what == "parameters" else f"{name}.{what}", tensor))
-                    counted += [member] if what == "exp_avg" else []
+                if tensor is None or not is_due(settings, what, step):
+                    continue
+                counted += [member] if what == "exp_avg" else []
+                if what == "parameters" and is_rounded(p):
+                    tensor = optimizer.state[p]["moved"] = _moved(p, optimizer.state[p]["anchor"])
+                due.append((what, name if what == "parameters" else f"{name}.{what}", tensor))
         if not due:
             return
         counts = _step_counts(optimizer, counted)
@@ -147,11 +150,24 @@ def _step_counts(optimizer: Synchronised, members: Sequence[Member]) -> Tensor:
     return torch.tensor([float(optimizer.state[p]["step"]) for _, p, _ in members], dtype=torch.float32, device=device)
 
 
+def is_rounded(p: Tensor) -> bool:
+    """Whether a parameter is of lower precision than its averages (bfloat16, float16)."""
+    return p.dtype != wire_dtype(p.dtype)
+
+
+def _moved(p: Tensor, anchor: Tensor) -> Tensor:
+    """How far a rounded weight has come from its anchor as all workers started from it, rounded too; in the anchor's type."""
+    return p.detach().to(anchor.dtype) - anchor.to(p.dtype)
+
+
 class PseudoGradient:
     """After the parameters were averaged: Δ = W − anchor, and what follows from it.
 
     The Nesterov outer step (DiLoCo, arXiv 2311.08105) moves W on from the anchor, the refresh takes the leading subspace of Δ as the
     new basis of every low-rank weight. Δ is formed in the anchor's own memory; at the end the anchor is W again.
+
+    A bfloat16 weight is the rounded anchor: what is averaged is how far each worker has come from there, in float32 (`moved`), and the
+    anchor takes the mean up unrounded. Changes below the weight's last bit thus add up from one synchronisation to the next.
     """
 
     def __init__(self, *, refresh: bool, outer: bool) -> None:
@@ -159,8 +175,8 @@ class PseudoGradient:
         self.refresh, self.outer = refresh, outer
 
     def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
-        """The anchor, where Δ is needed, in float32 or better; the outer momentum."""
-        if not self.outer and not lowrank:
+        """The anchor, where Δ is needed or the weight itself too coarse, in float32 or better; the outer momentum."""
+        if not (self.outer or (self.refresh and lowrank) or is_rounded(p)):
             return {}
         anchor = p.detach().to(wire_dtype(p.dtype), copy=True)
         return {"anchor": anchor, "outer_momentum": torch.zeros_like(anchor)} if self.outer else {"anchor": anchor}
@@ -172,20 +188,27 @@ class PseudoGradient:
             for name, p, settings in optimizer.named_members()
             if "anchor" in optimizer.state[p] and is_due(settings, "parameters", step)
         ]
+        moved = {p: optimizer.state[p].pop("moved") for _, p, _ in members if is_rounded(p)}
         for _, p, settings in members:
             state = optimizer.state[p]
-            torch.sub(p, state["anchor"], out=state["anchor"])
+            anchor = state["anchor"]
+            if p in moved:
+                anchor.add_(moved[p])
+            else:
+                torch.sub(p, anchor, out=anchor)
             if self.outer:
-                nesterov_(p, state["anchor"], state["outer_momentum"], settings)
+                nesterov_(anchor if p in moved else p, moved.get(p, anchor), state["outer_momentum"], settings)
         if self.refresh:
-            self._refresh(optimizer, comm, [m for m in members if "basis" in optimizer.state[m[1]]], step)
+            lowrank = [m for m in members if "basis" in optimizer.state[m[1]]]
+            self._refresh(optimizer, comm, lowrank, [moved.get(p, optimizer.state[p]["anchor"]) for _, p, _ in lowrank], step)
         for _, p, _ in members:
-            optimizer.state[p]["anchor"].copy_(p)
+            anchor = optimizer.state[p]["anchor"]
+            p.copy_(anchor) if p in moved else anchor.copy_(p)
 
-    def _refresh(self, optimizer: Synchronised, comm: Comm, members: list[Member], step: int) -> None:
+    def _refresh(self, optimizer: Synchronised, comm: Comm, members: list[Member], deltas: list[Tensor], step: int) -> None:
         refresh = Refresh(optimizer, comm, members, step)
-        for i, (_, p, _) in enumerate(members):
-            refresh.compute(i, optimizer.state[p]["anchor"])
+        for i, delta in enumerate(deltas):
+            refresh.compute(i, delta)
         if members:
             optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
 

@@ -199,7 +199,9 @@ def _together(text: str) -> list[Variant]:
 
 def member_config(config: RunConfig, method: Method, variant: Variant, *, lr: float, seed: int) -> RunConfig:
     """The recipe with this method: settings it does not have are left out, so that one recipe serves all methods."""
-    settings = {f"method.{name}": None for name in config.method.settings() if name not in method.settings}
+    settings: dict[str, Any] = {f"method.{name}": None for name in config.method.settings() if name not in method.settings}
+    phases = [{name: value for name, value in phase.settings().items() if name in method.settings} for phase in config.phase]
+    settings["phase"] = [{"from_step": phase.from_step, **own} for phase, own in zip(config.phase, phases, strict=True) if own]
     return override(config, {**settings, **dict(variant), "method.name": method.name, "method.lr": lr, "seed": seed})
 
 

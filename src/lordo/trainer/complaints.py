@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -24,8 +24,8 @@ def complaint(error: ValidationError, document: Mapping[str, Any]) -> str:
         return _no_such_setting(loc)
     if kind == "missing":
         return _lacking(loc)
-    if kind == "value_error" and loc in _tables():  # a law between the settings of one table
-        return f"[{_name(loc)}] {_joined([errors[0]['msg']])}"
+    if kind == "value_error" and loc in _tables():  # a law between the settings of one table, or between tables
+        return f"[{_name(loc)}] {_joined([errors[0]['msg']])}" if loc else _joined([errors[0]["msg"]])
     return _not_allowed([(_place(each["loc"], document), each["msg"]) for each in errors], document)
 
 
@@ -76,18 +76,24 @@ _WORDS = {"dictionary": "table", "greater than or equal to": "at least", "less t
 
 
 def _tables() -> list[Place]:
-    return [(), *((name,) for name, field in RunConfig.model_fields.items() if _is_table(field.annotation))]
+    return [(), *((name,) for name, field in RunConfig.model_fields.items() if _is_table(_member(field.annotation)))]
 
 
 def _is_table(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Settings)
 
 
+def _member(annotation: Any) -> Any:
+    """What a list holds; anything else as it is."""
+    return get_args(annotation)[0] if get_origin(annotation) is list else annotation
+
+
 def _fields(table: Sequence[str | int]) -> Mapping[str, FieldInfo]:
     """Give the declared settings of a table, by name."""
     model: Any = RunConfig
     for part in table:
-        model = model.model_fields[part].annotation
+        if isinstance(part, str):  # a number leads to a member of a list of tables, which are all alike
+            model = _member(model.model_fields[part].annotation)
     fields: Mapping[str, FieldInfo] = model.model_fields
     return fields
 
@@ -104,11 +110,11 @@ def _place(loc: Place, document: Mapping[str, Any]) -> Place:
 
 
 def _found(document: Mapping[str, Any], place: Place) -> tuple[Any, int]:
-    """Give the value at a place, and in how many tables it lies."""
+    """Give the value at a place, and how many parts of the place lead to the table it lies in."""
     value: Any = document
-    depth = -1  # the document itself is no table
-    for part in place:
-        depth += isinstance(value, dict)
+    depth = 0
+    for number, part in enumerate(place):
+        depth = number if isinstance(value, dict) else depth
         value = value[part]
     return value, depth
 

@@ -65,11 +65,77 @@ class DataConfig(Settings):
 class BatchConfig(Settings):
     """How much text one optimizer step reads."""
 
-    per_worker_sequences: Count = 8
+    per_worker_sequences: Count | None = None
     """Blocks read by EACH worker in each optimizer step; all workers together read `workers` times as many."""
 
+    global_tokens: Count | None = None
+    """Tokens read by ALL workers together in each optimizer step, instead of `per_worker_sequences`; with neither given, that is 8."""
 
-class MethodConfig(Settings):
+    accumulate: Count = 1
+    """Parts into which a worker cuts its blocks of one step, their gradients added up: less memory, the same step."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "BatchConfig":
+        if self.per_worker_sequences is not None and self.global_tokens is not None:
+            raise ValueError("per_worker_sequences and global_tokens say the same thing twice: leave one of them out")
+        return self
+
+
+class StepSettings(Settings):
+    """Options of the local step that may change on the way; None leaves one as it is."""
+
+    lr: Positive | None = None
+    """Peak learning rate of the local step."""
+
+    betas: tuple[Decay, Decay] | None = None
+    """Decay rates of the first and the second moment, each from 0 up to, not including, 1."""
+
+    eps: NotNegative | None = None
+    """Added to the root of the second moment."""
+
+    weight_decay: NotNegative | None = None
+    """Decoupled weight decay."""
+
+    omega: Fraction | None = None
+    """Share of the low-rank momentum in the step, from 0 to 1; 1 switches the full-rank term off."""
+
+    fullrank_signal: FullrankSignal | None = None
+    """What the full-rank term is made of."""
+
+    fullrank_denominator: FullrankDenominator | None = None
+    """What the full-rank term is divided by: the mean of Adam's denominator over a whole weight, or per channel."""
+
+    scale: NotNegative | None = None
+    """Factor of GaLore's low-rank steps."""
+
+    outer_lr: Positive | None = None
+    """Learning rate of the outer optimizer."""
+
+    outer_momentum: Decay | None = None
+    """Momentum of the outer optimizer, from 0 up to, not including, 1."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, betas: object) -> object:
+        if betas is None:
+            return None
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ValueError("should be two numbers, such as [0.9, 0.999]")
+        return tuple(betas)
+
+
+class PhaseConfig(StepSettings):
+    """From a step on, other options of the method; the schedule of the learning rate goes on."""
+
+    from_step: Annotated[int, Field(ge=2)]
+    """First step, counted from 1, with these options; they stay until a later phase changes them."""
+
+    def settings(self) -> dict[str, Any]:
+        """Give the options that were set, by name."""
+        return self.model_dump(exclude={"from_step"}, exclude_none=True)
+
+
+class MethodConfig(StepSettings):
     """The training method and its options; an option that is None takes the method's own default."""
 
     name: str = "lordo"
@@ -93,26 +159,8 @@ class MethodConfig(Settings):
     sync_error_every: Count | None = None
     """Optimizer steps between two averagings of what error feedback keeps."""
 
-    betas: tuple[Decay, Decay] | None = None
-    """Decay rates of the first and the second moment, each from 0 up to, not including, 1."""
-
-    eps: NotNegative | None = None
-    """Added to the root of the second moment."""
-
-    weight_decay: NotNegative | None = None
-    """Decoupled weight decay."""
-
-    omega: Fraction | None = None
-    """Share of the low-rank momentum in the step, from 0 to 1; 1 switches the full-rank term off."""
-
     error_feedback: bool | None = None
     """Whether each worker keeps what the projection drops and adds it to its next gradient."""
-
-    fullrank_signal: FullrankSignal | None = None
-    """What the full-rank term is made of."""
-
-    fullrank_denominator: FullrankDenominator | None = None
-    """What the full-rank term is divided by: the mean of Adam's denominator over a whole weight, or per channel."""
 
     basis: BasisMethod | None = None
     """How a basis is computed: "svd" is exact, "subspace" cheap, "auto" chooses by the size of the weight."""
@@ -120,29 +168,11 @@ class MethodConfig(Settings):
     basis_every: Count | None = None
     """Steps between two bases of GaLore."""
 
-    scale: NotNegative | None = None
-    """Factor of GaLore's low-rank steps."""
-
     basis_interpolation: Fraction | None = None
     """LDAdam's ρ: share of the momentum, against the gradient, in what the basis is taken from."""
 
     outer: Literal["none", "nesterov"] | None = None
     """Outer optimizer applied to the averaged change of the weights."""
-
-    outer_lr: Positive | None = None
-    """Learning rate of the outer optimizer."""
-
-    outer_momentum: Decay | None = None
-    """Momentum of the outer optimizer, from 0 up to, not including, 1."""
-
-    @field_validator("betas", mode="before")
-    @classmethod
-    def _pair(cls, betas: object) -> object:
-        if betas is None:
-            return None
-        if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise ValueError("should be two numbers, such as [0.9, 0.999]")
-        return tuple(betas)
 
     def settings(self) -> dict[str, Any]:
         """Give the options that were set, by name; without `name` and `lr`."""
@@ -164,6 +194,9 @@ class TrainConfig(Settings):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after the warm-up."""
 
+    decay_steps: Count | None = None
+    """Steps at the end over which a falling schedule falls, the learning rate being at its peak before; None: all after the warm-up."""
+
     final_lr_fraction: Fraction = 0.1
     """Where a falling schedule ends, as a fraction of the peak."""
 
@@ -175,6 +208,9 @@ class TrainConfig(Settings):
 
     log_every: Count = 10
     """Steps between two lines of the log."""
+
+    precision: Literal["float32", "bfloat16-autocast", "bfloat16"] = "float32"
+    """"bfloat16-autocast" computes in bfloat16 with float32 weights; "bfloat16" keeps the weights in it too, beside a float32 anchor."""
 
     threads: Count | None = None
     """CPU threads of each process; None leaves the choice to torch."""
@@ -196,6 +232,11 @@ class TrainConfig(Settings):
         if self.warmup_steps > self.steps:
             given = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
             raise ValueError(f"{given}: lower warmup_steps or train for more steps")
+        if self.decay_steps is not None and self.schedule == "constant":
+            raise ValueError(f'decay_steps = {self.decay_steps}, but schedule = "constant" never falls: take "linear" or "cosine"')
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
+            given = f"warmup_steps = {self.warmup_steps} and decay_steps = {self.decay_steps} are more than steps = {self.steps}"
+            raise ValueError(f"{given} together: lower one of them or train for more steps")
         return self
 
 
@@ -245,6 +286,9 @@ class RunConfig(Settings):
     method: MethodConfig
     """The training method and its options."""
 
+    phase: list[PhaseConfig] = []
+    """Changes of the method's options on the way."""
+
     train: TrainConfig
     """How long, on what, and what is told on the way."""
 
@@ -257,3 +301,45 @@ class RunConfig(Settings):
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError("should be letters, digits, and `_`, `.` or `-` after the first")
         return name
+
+    @property
+    def sequences_per_worker(self) -> int:
+        """Blocks that each worker reads in an optimizer step."""
+        tokens = self.batch.global_tokens
+        return (self.batch.per_worker_sequences or 8) if tokens is None else tokens // (self.workers * self.data.sequence_length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all workers together read in an optimizer step."""
+        return self.workers * self.sequences_per_worker * self.data.sequence_length
+
+    @model_validator(mode="after")
+    def _batch_can_be_dealt_out(self) -> "RunConfig":
+        tokens, block = self.batch.global_tokens, self.workers * self.data.sequence_length
+        if tokens is not None and tokens % block:
+            near = max(tokens // block, 1) * block
+            raise ValueError(
+                f"batch.global_tokens = {tokens} is not a multiple of workers × data.sequence_length = {self.workers} × "
+                f"{self.data.sequence_length}: take {near} or {near + block}"
+            )
+        if self.sequences_per_worker % self.batch.accumulate:
+            raise ValueError(
+                f"batch.accumulate = {self.batch.accumulate} does not divide the {self.sequences_per_worker} sequences of a worker: "
+                "take a divisor of that number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _phases_are_in_order(self) -> "RunConfig":
+        for number, phase in enumerate(self.phase):
+            earlier = self.phase[number - 1].from_step if number else 1
+            if phase.from_step <= earlier:
+                raise ValueError(f"phase[{number}].from_step = {phase.from_step} does not come after {earlier}: put the phases in order")
+            if phase.from_step > self.train.steps:
+                raise ValueError(
+                    f"phase[{number}].from_step = {phase.from_step} is after the last step, {self.train.steps}: "
+                    "lower it, leave the phase out, or train for more steps"
+                )
+            if not phase.settings():
+                raise ValueError(f"phase[{number}] changes nothing: give it a setting of [method], or leave it out")
+        return self

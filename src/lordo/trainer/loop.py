@@ -6,11 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from lordo.accounting import Weight, weights_of
@@ -19,10 +19,11 @@ from lordo.methods import Method, find
 from lordo.optim import ParamGroups, param_groups
 from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
-from lordo.trainer.config import DataConfig, RunConfig, TrainConfig
+from lordo.trainer.config import DataConfig, RunConfig
 from lordo.trainer.data import VOCABULARY, Splits, load_blocks, spread
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.models import build_model, check_fits
+from lordo.trainer.phases import changes_at
 from lordo.trainer.shard import Shard
 
 
@@ -124,6 +125,8 @@ def outline(config: RunConfig) -> Outline:
     method = find(config.method.name)
     with torch.device("meta"):
         model, groups, optimizer = build(config, method, Solo())
+        for phase in config.phase:  # refuses what the method does not have or its step cannot use
+            optimizer.change_settings(**changes_at(phase.from_step, config))
     check_fits(model, vocabulary=VOCABULARY, sequence_length=config.data.sequence_length)
     return Outline(config, method, optimizer.defaults, groups, weights_of(optimizer.param_groups))
 
@@ -151,7 +154,8 @@ def build(
     """Model, parameter groups and optimizer of one worker."""
     given = config.method.settings()
     settings = method.resolve({"lr": config.method.lr, **given})
-    model: PreTrainedModel = build_model(config.model, seed=config.seed).to(device)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
+    model: PreTrainedModel = build_model(config.model, seed=config.seed).to(device, dtype)  # type: ignore[arg-type]
     groups = param_groups(model, rank=settings["rank"])
     optimizer = DistributedOptimizer(groups, method, workers=workers, lr=config.method.lr, **given)
     return model, groups, optimizer
@@ -170,15 +174,15 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # torchrun numbers the processes of a machine
 
 
-def lr_factor(step: int, train: TrainConfig) -> float:
-    """Share of the peak learning rate at step t = 1, 2, …: a linear warm-up, then constant, cosine or linear."""
-    if step <= train.warmup_steps:
-        return step / train.warmup_steps
-    if train.schedule == "constant":
-        return 1.0
-    way = (step - train.warmup_steps) / max(train.steps - train.warmup_steps, 1)
-    remaining = 0.5 * (1 + math.cos(math.pi * way)) if train.schedule == "cosine" else 1 - way
-    return train.final_lr_fraction + (1 - train.final_lr_fraction) * remaining
+def lower_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, matrix products are computed in bfloat16 if the precision says so.
+
+    Without autocast's cache of cast weights: it belongs to the process, so that workers in threads would empty it for one another,
+    and a weight that is used twice would then have its gradient rounded in one run and not in the next.
+    """
+    if precision == "bfloat16-autocast":
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    return nullcontext()
 
 
 class _Loop:
@@ -196,11 +200,8 @@ class _Loop:
     ) -> None:
         self.config, self.workers, self.model, self.optimizer = config, workers, model, optimizer
         self.shard, self.observer, self.device = shard, observer, device
-        # LambdaLR counts from 0 and acts before the first step
-        self.scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, config.train))
         self.position = 0
-        self.sequences = config.batch.per_worker_sequences
-        self.tokens_per_step = self.sequences * config.data.sequence_length * workers.size
+        self.sequences = config.sequences_per_worker
         self.first_bases: list[torch.Tensor] = []
         self.began = self.logged_at = time.perf_counter()
         self.logged_step = 0
@@ -210,6 +211,7 @@ class _Loop:
         steps, eval_every = self.config.train.steps, self.config.train.eval_every
         evaluation = None
         for step in range(1, steps + 1):
+            self.optimizer.change_settings(**changes_at(step, self.config))
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss, norm = self.step()  # tensors: reading them would make a GPU wait
             if step == 1:
@@ -218,7 +220,7 @@ class _Loop:
             if last:
                 self.optimizer.average_parameters()
             due = last or (eval_every is not None and step % eval_every == 0)
-            evaluation = evaluate(self.model, self.optimizer, validation) if due else None
+            evaluation = self.evaluate(validation) if due else None
             if due or step % self.config.train.log_every == 0 or step == 1:
                 self.log(step, loss, norm, lr, evaluation)
         assert evaluation is not None
@@ -234,15 +236,32 @@ class _Loop:
         """One optimizer step on the next batch: its loss, and the gradient's norm before clipping."""
         tokens = self.shard.batch(self.position, self.sequences).to(self.device)
         self.position += self.sequences
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        loss = self.gradients(tokens)
         self.optimizer.average_gradients()
         clip = self.config.train.clip
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.scheduler.step()
-        return loss.detach(), norm
+        return loss, norm
+
+    def gradients(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Leave the gradient of the mean loss over (sequences, sequence_length) tokens in the parameters; returns that loss.
+
+        The parts of `batch.accumulate` are of one size, so the mean of their losses is the loss of the whole.
+        """
+        parts = tokens.chunk(self.config.batch.accumulate)
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            with lower_precision(self.config.train.precision, self.device):
+                loss = self.model(input_ids=part, labels=part, use_cache=False).loss / len(parts)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, validation: torch.Tensor) -> Evaluation:
+        """Evaluate the averaged model, in the precision it is trained in."""
+        with lower_precision(self.config.train.precision, self.device):
+            return evaluate(self.model, self.optimizer, validation)
 
     def bases(self) -> list[torch.Tensor]:
         """Bases of all low-rank weights, sorted by name."""
@@ -262,10 +281,10 @@ class _Loop:
                     loss_min=min(losses),
                     loss_max=max(losses),
                     lr=lr,
-                    tokens=step * self.tokens_per_step,
+                    tokens=step * self.config.tokens_per_step,
                     bytes_sent=self.workers.bytes_sent() - self.workers.bytes_sent("evaluation"),
                     seconds=now - self.began,
-                    tokens_per_second=(step - self.logged_step) * self.tokens_per_step / max(now - self.logged_at, 1e-9),
+                    tokens_per_second=(step - self.logged_step) * self.config.tokens_per_step / max(now - self.logged_at, 1e-9),
                     steps_to_next_sync=self.optimizer.steps_to_next_sync,
                     gradient_norm=float(norm),
                     skipped_steps=sum(skipped for _, skipped, _ in notes),

@@ -49,7 +49,7 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
         raise ValueError(f"model.config: {unknown('model_type', str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}")
     made = _made(str(model_type), given)
     if made.dtype not in (None, torch.float32):
-        raise ValueError(f"model.config: dtype = {str(made.dtype)!r}, but weights are float32 here; leave dtype out")
+        raise ValueError(f"model.config: dtype = {str(made.dtype)!r}, but train.precision decides that here; leave dtype out")
     _check_keys(given, made, _made(str(model_type), {}))
     return made
 

@@ -62,7 +62,7 @@ def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: fl
     ddp, steps, workers = METHODS["ddp-adamw"], config.train.steps, config.workers
     sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
     state = state_bytes(method, weights, settings).total()
-    tokens = config.batch.per_worker_sequences * config.data.sequence_length
+    tokens = config.sequences_per_worker * config.data.sequence_length
     return Plan(
         method=method.name,
         sent=sent,

@@ -80,7 +80,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         method=prepared.method.name,
         workers=num_workers,
         steps=steps,
-        tokens=steps * config.batch.per_worker_sequences * config.data.sequence_length * num_workers,
+        tokens=steps * config.tokens_per_step,
         num_parameters=sum(w.numel for w in weights),
         validation_loss=outcome.evaluation.loss,
         perplexity=outcome.evaluation.perplexity,

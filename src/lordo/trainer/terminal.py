@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lordo.accounting import state_bytes
+from lordo.trainer.config import RunConfig
 from lordo.trainer.loop import Prepared
 from lordo.trainer.summary import Summary
 
@@ -33,20 +34,33 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
     """Before the run: what is trained on what, what is low-rank, what will be held."""
     config, splits = prepared.config, prepared.splits
     numel = sum(w.numel for w in prepared.weights)
-    per_step = config.batch.per_worker_sequences * config.data.sequence_length
     console.print(
         f"{prepared.method.name}: {prepared.method.summary}\n"
-        f"{config.workers} workers × {config.batch.per_worker_sequences} sequences × {config.data.sequence_length} tokens = "
-        f"{config.workers * per_step:,} tokens per step of all workers; {config.train.steps} steps\n"
+        f"{batch_derivation(config)}; {config.train.steps} steps\n"
         f"text: {human_bytes(splits.train_bytes)} in {splits.num_train_files} files to train on, "
         f"{human_bytes(splits.validation_bytes)} in {splits.num_validation_files} files to validate on\n"
-        f"model: {numel:,} parameters",
+        f"model: {numel:,} parameters, {config.train.precision}",
         highlight=False,
     )
+    for phase in config.phase:
+        told = ", ".join(f"{name} = {value}" for name, value in phase.settings().items())
+        console.print(f"from step {phase.from_step}: {told}", highlight=False)
     console.print(prepared.groups.table(), highlight=False, soft_wrap=True)
     held = state_bytes(prepared.method, prepared.weights, prepared.settings)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
     console.print(f"optimizer state per worker: {human_bytes(held.total())} ({parts})\n", highlight=False)
+
+
+def batch_derivation(config: RunConfig) -> str:
+    """How the tokens of a step of all workers and the sequences of each worker follow from one another."""
+    workers, sequences, length = config.workers, config.sequences_per_worker, config.data.sequence_length
+    tokens = f"{config.tokens_per_step:,} tokens per step of all workers"
+    if config.batch.global_tokens is None:
+        text = f"{workers} workers × {sequences} sequences × {length} tokens = {tokens}"
+    else:
+        text = f"{tokens} / ({workers} workers × {length} tokens) = {sequences} sequences each"
+    accumulate = config.batch.accumulate
+    return text if accumulate == 1 else f"{text}, computed {sequences // accumulate} at a time"
 
 
 def print_summary(summary: Summary, console: Console) -> None:

@@ -7,14 +7,23 @@ from typing import Any
 
 
 def toml_table(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
-    """Give the lines of a table: its header and values first, then the tables inside it."""
+    """Give the lines of a table: its header and values first, then the tables and the lists of tables inside it."""
     inner = {key: value for key, value in table.items() if isinstance(value, dict)}
-    values = {key: value for key, value in table.items() if key not in inner and value is not None}
-    if place and (values or not inner):  # a table that holds tables alone needs no header
+    lists = {key: value for key, value in table.items() if _is_list_of_tables(value)}
+    values = {key: value for key, value in table.items() if key not in inner and key not in lists and value is not None}
+    if place and (values or not (inner or lists)):  # a table that holds tables alone needs no header
         yield f"\n[{'.'.join(map(_toml_key, place))}]"
     yield from (f"{_toml_key(key)} = {toml_value(value)}" for key, value in values.items())
     for key, value in inner.items():
         yield from toml_table(value, (*place, key))
+    for key, members in lists.items():
+        for member in members:
+            yield f"\n[[{'.'.join(map(_toml_key, (*place, key)))}]]"
+            yield from (f"{_toml_key(name)} = {toml_value(value)}" for name, value in member.items() if value is not None)
+
+
+def _is_list_of_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
 
 
 def _toml_key(key: str) -> str:
