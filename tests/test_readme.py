@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ SHORT = ["--train.steps", "20", "--train.eval_sequences", "32"]
 
 def installed(command: str) -> list[str]:
     """The command as this environment has it."""
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     if words[0] == "lordo":
         return [sys.executable, "-m", *words]
     if words[0] == "torchrun":
@@ -39,14 +40,27 @@ def test_there_are_commands_to_test():
     assert PYTHON
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder `runs`, as `lordo train recipes/tiny.toml` leaves it."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = run([*installed("lordo train"), str(ROOT / "recipes" / "tiny.toml"), *SHORT], folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[0] in ("lordo", "torchrun", "python")])
-def test_command_runs(command, tmp_path):
-    for name in ("recipes", "examples", "benchmarks"):
+def test_command_runs(command, tmp_path, runs):
+    for name in ("recipes", "examples", "benchmarks", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
+    if " runs/" in command:
+        shutil.copytree(runs, tmp_path / "runs")
     words = installed(command)
     if "train" in words or "compare" in words:
         words += SHORT
+    if "eval" in words:
+        words += ["--max-tokens", "4096"]
     if "benchmarks/step.py" in words:
         words += ["--layers", "1", "--repeats", "1"]
     done = run(words, tmp_path)

@@ -15,6 +15,9 @@ USAGE = """usage: lordo COMMAND …
   train RECIPE --help                        every setting of a recipe, with its default and what it means
   compare RECIPE [--methods A,B …]           several methods on the same model and text: table, figures, report
   plan RECIPE [--workers M --bandwidth B]    what every method would send, hold and take; runs nothing
+  eval RUN [TEXT …]                          perplexity and bits per byte of a finished run
+  generate RUN TEXT                          how a finished run's model goes on with a text
+  export RUN FOLDER                          model and tokenizer as transformers opens them
   methods                                    the methods, a line each
   version                                    versions of lordo and of what it stands on
 
@@ -84,6 +87,24 @@ def _plan(arguments: list[str]) -> int:
     return _guarded(main, arguments)
 
 
+def _eval(arguments: list[str]) -> int:
+    from lordo.trainer.eval_command import main
+
+    return _guarded(main, arguments)
+
+
+def _generate(arguments: list[str]) -> int:
+    from lordo.trainer.generate import main
+
+    return _guarded(main, arguments)
+
+
+def _export(arguments: list[str]) -> int:
+    from lordo.trainer.export import main
+
+    return _guarded(main, arguments)
+
+
 def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
     from lordo.trainer.config import ConfigError, UsageError
 
@@ -135,6 +156,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "compare": _compare,
     "plan": _plan,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
     "methods": _methods,
     "version": _version,
 }

@@ -79,12 +79,12 @@ def load_summary(path: Path) -> Summary | None:
 def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing bars over the terminal."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def _new_folder(output: Path, name: str) -> Path:

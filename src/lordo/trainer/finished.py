@@ -1,0 +1,66 @@
+"""A finished run's folder, opened again: its settings, its model, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lordo.suggest import nearest
+from lordo.trainer.byte_tokenizer import byte_tokenizer
+from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.folder import no_progress_bars
+from lordo.trainer.recipe import load
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a finished run left: its folder, its settings, the averaged model and the tokenizer of its text."""
+
+    path: Path
+    config: RunConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def context(self) -> int:
+        """Tokens it was trained to look back on: the length of a block."""
+        return self.config.data.sequence_length
+
+
+def open_run(folder: str, device: str | torch.device = "cpu") -> FinishedRun:
+    """Open the folder that `lordo train` left; the model is in evaluation mode.
+
+    Raises:
+        UsageError: there is no such folder, it is no run's, the run is not finished, or its files cannot be read.
+    """
+    path = Path(folder)
+    config = run_config(path)
+    if not (path / "model").is_dir():
+        raise UsageError(f"{path} holds no model: the run is not finished, or its model was not kept (lordo compare keeps none)")
+    try:
+        with no_progress_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path / "model", local_files_only=True)
+    except Exception as error:  # whatever a damaged file sets off in there
+        raise UsageError(f"{path / 'model'} cannot be opened: {' '.join(str(error).split())}") from error
+    model.eval()
+    return FinishedRun(path, config, model.to(device), byte_tokenizer())  # type: ignore[arg-type]
+
+
+def run_config(path: Path) -> RunConfig:
+    """The settings of the run in a folder, finished or not.
+
+    Raises:
+        UsageError: there is no such folder, or it is no run's.
+    """
+    if not path.is_dir():
+        names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        close = nearest(path.name, names)
+        raise UsageError(
+            f"{path} is not a folder" + (f"; did you mean '{path.parent / close}'?" if close else ": give the folder of a run")
+        )
+    if not (path / "config.toml").is_file():
+        raise UsageError(f"{path} is not the folder of a run: it has no config.toml, which lordo train writes into it")
+    return load(path / "config.toml")
