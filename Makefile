@@ -9,10 +9,10 @@ RECIPE ?= recipes/tiny.toml
 train: $(VENV)/.installed
 	$(BIN)/lordo train $(RECIPE)
 
-test: $(VENV)/.installed
+test: $(VENV)/.extras
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.installed
+check: $(VENV)/.extras
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -23,6 +23,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+# The libraries that only some commands need, and all tests.
+$(VENV)/.extras: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,eval,dev]'
 	touch $@
 
 clean:

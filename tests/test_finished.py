@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -215,3 +216,65 @@ def test_other_bad_arguments(run, tmp_path, capsys):
     shutil.copytree(run.folder / "model", unfinished / "model")
     (unfinished / "model" / "model.safetensors").write_bytes(b"half")
     assert "cannot be opened" in refused(capsys, "eval", unfinished)
+
+
+# ---- tasks of lm-eval
+
+QUESTIONS = [
+    ("Question: What ends a loop early?", ["break", "while"]),
+    ("Question: Which word starts a function?\n", ["class", "def", "import"]),
+    ("Question: What is not a keyword?", ["pass", "print", "return"]),
+    ("Question: What is empty?", ["''", "None", "[1]"]),
+    ("Question: ?", ["self.assertEqual(a)", "b"]),
+]
+
+
+def by_hand(model, question: str, answers: list[str], context: int) -> list[float]:
+    """Log-probability of each answer, from the last `context` tokens."""
+    found = []
+    for answer in answers:
+        tokens = torch.tensor(list(f"{question.strip()}\nAnswer: {answer}".encode())[-(context + 1) :])
+        with torch.no_grad():
+            chosen = model(input_ids=tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])
+        found.append(float(chosen[-len(f" {answer}".encode()) :].sum()))
+    return found
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_score_computed_by_hand(run, opened, tmp_path, capsys):
+    logs = [by_hand(opened.model, question, answers, opened.context) for question, answers in QUESTIONS]
+    likeliest = [each.index(max(each)) for each in logs]
+    # the right answer is what the model takes to be likeliest in all questions but the second and the last one
+    gold = [best if i not in (1, 4) else (best + 1) % len(logs[i]) for i, best in enumerate(likeliest)]
+    per_letter = [[log / len(a) for log, a in zip(each, answers, strict=True)] for each, (_, answers) in zip(logs, QUESTIONS, strict=True)]
+    acc_norm = sum(each.index(max(each)) == right for each, right in zip(per_letter, gold, strict=True)) / len(QUESTIONS)
+    lines = [{"query": q, "choices": answers, "gold": right} for (q, answers), right in zip(QUESTIONS, gold, strict=True)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert lordo.cli.main(["eval", str(run.folder), "--tasks", "words", "--task-data", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    kept = json.loads((run.folder / "evaluations.json").read_text())["words"]
+    assert kept["metrics"] == pytest.approx({"acc": 3 / 5, "acc_norm": acc_norm})
+    assert kept["stderr"]["acc"] == pytest.approx(math.sqrt(0.6 * 0.4 / 4))
+    assert (kept["num_questions"], kept["num_pairs"], kept["num_cut"]) == (5, 13, 12)  # "?" with "b" fits, and nothing else
+    assert "0.6000" in told.out
+    assert told.err == ""
+
+
+@pytest.mark.slow
+def test_tasks_that_cannot_be_scored(run, tmp_path, capsys, monkeypatch):
+    long_answer = {"query": "Question: ?", "choices": ["x" * 40, "y"], "gold": 0}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long_answer))
+    (tmp_path / "wrong.jsonl").write_text(json.dumps({**long_answer, "gold": 2}))
+    (tmp_path / "empty.jsonl").write_text("")
+    local = ("--task-data", tmp_path)
+    assert "longer than the 32 tokens" in refused(capsys, "eval", run.folder, "--tasks", "long", *local)
+    assert "wrong.jsonl, line 1: not a question" in refused(capsys, "eval", run.folder, "--tasks", "wrong", *local)
+    assert "is empty" in refused(capsys, "eval", run.folder, "--tasks", "empty", *local)
+    assert "did you mean 'long'?" in refused(capsys, "eval", run.folder, "--tasks", "lonng", *local)
+    assert "is not a folder" in refused(capsys, "eval", run.folder, "--tasks", "long", "--task-data", tmp_path / "nowhere")
+    assert "without --tasks" in refused(capsys, "eval", run.folder, *local)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # whatever the machine can reach
+    assert "give --task-data FOLDER" in refused(capsys, "eval", run.folder, "--tasks", "piqa")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "pip install 'lordo[eval]'" in refused(capsys, "eval", run.folder, "--tasks", "long", *local)

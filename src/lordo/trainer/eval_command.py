@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lordo.trainer.folder import finite_or_none
 from lordo.trainer.loop import pick_device
 from lordo.trainer.options import Parser
 from lordo.trainer.score import Score, block_windows, sliding_windows, summed_nats, token_bytes
+from lordo.trainer.tasks import TaskScore, score_tasks
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 
 NOTES = """\
@@ -27,9 +28,14 @@ is read as in training: in blocks of {sequence_length} tokens, all but the first
 just begun."""
 
 
+TASK_NOTES = """\
+By lm-eval. cut: the share of questions with an answer that are longer than the {context} tokens that the model sees; their beginning is
+cut off."""
+
+
 @dataclass(frozen=True)
 class Scored:
-    """A text and its score: `num_bytes` of the text in all, of which the score may count a part."""
+    """A text, the tokens that the model saw of it at once, and its score."""
 
     text: str
     context: int
@@ -50,12 +56,18 @@ def main(arguments: list[str]) -> int:
     try:
         run = open_run(asked.run, pick_device(asked.device))
         context = checked_context(run, asked.context)
-        scored = [on_file(run, Path(name), context, asked.max_tokens) for name in asked.texts] or [on_validation(run, asked.max_tokens)]
+        scored = [on_file(run, Path(name), context, asked.max_tokens) for name in asked.texts]
+        tasks = on_tasks(run, asked.tasks, asked.task_data, context)
+        if not scored and not tasks:
+            scored = [on_validation(run, asked.max_tokens)]
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = wide_console()
-    print_scores(run, scored, context, console)
-    keep(run.path, {each.text: as_json(each) for each in scored})
+    if scored:
+        print_scores(run, scored, context, console)
+    if tasks:
+        print_tasks(run, tasks, context, console)
+    keep(run.path, {**{each.text: as_json(each) for each in scored}, **{each.task: asdict(each) for each in tasks}})
     return 0
 
 
@@ -95,6 +107,24 @@ def on_file(run: FinishedRun, file: Path, context: int, max_tokens: int | None) 
     return Scored(str(file), context, Score(summed_nats(run.model, stream, windows), len(tokens), num_bytes))
 
 
+def on_tasks(run: FinishedRun, names: str | None, folder: str | None, context: int) -> list[TaskScore]:
+    """The tasks asked for, if any.
+
+    Raises:
+        ValueError: see `score_tasks`.
+        UsageError: lm-eval is not installed.
+    """
+    if names is None:
+        if folder is not None:
+            raise ValueError("--task-data without --tasks: say which tasks, such as --tasks arc_easy,piqa")
+        return []
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    try:
+        return score_tasks(run, wanted, None if folder is None else Path(folder), context=context)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'lordo[eval]'") from error
+
+
 def read_text(file: Path) -> str:
     """The text of a file; bytes that are not UTF-8 are replaced, as they are in training text.
 
@@ -125,6 +155,18 @@ def print_scores(run: FinishedRun, scored: list[Scored], context: int, console: 
     console.print(notes, highlight=False, soft_wrap=True)
 
 
+def print_tasks(run: FinishedRun, tasks: list[TaskScore], context: int, console: Console) -> None:
+    """The table of the tasks."""
+    table = plain_table("task", "metric", "value", "±", "questions", "cut", title=f"{run.path}")
+    for each in tasks:
+        for metric, value in each.metrics.items():
+            cut = f"{each.num_cut / each.num_pairs:.0%}" if each.num_pairs else "–"
+            error = f"{each.stderr[metric]:.4f}" if metric in each.stderr else "–"
+            table.add_row(each.task, metric, f"{value:.4f}", error, f"{each.num_questions:,}", cut)
+    console.print(table)
+    console.print(TASK_NOTES.format(context=context), highlight=False, soft_wrap=True)
+
+
 def as_json(scored: Scored) -> dict[str, Any]:
     """A score as it is kept in `evaluations.json`."""
     s = scored.score
@@ -152,7 +194,9 @@ def parser() -> Parser:
     )
     p.add_argument("run", metavar="RUN", help="folder of a finished run, such as runs/tiny")
     p.add_argument("texts", metavar="TEXT", nargs="*", help="text files, each read as one document (default: the run's validation text)")
-    p.add_argument("--context", type=int, metavar="N", help="tokens of a text file that the model sees at once (default: as in training)")
+    p.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval, such as arc_easy,hellaswag (needs pip install 'lordo[eval]')")
+    p.add_argument("--task-data", metavar="FOLDER", help="local data for tasks: TASK.jsonl, lines of query, choices, gold")
+    p.add_argument("--context", type=int, metavar="N", help="tokens of a text file or task seen at once (default: as in training)")
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens evaluated of each text (default: all)")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute (default: auto)")
     return p
