@@ -31,6 +31,9 @@ VALUES = {
     "outer_momentum": st.just(0.9),
     "omega": st.sampled_from([None, 0.5, 1.0]),
     "error_feedback": st.booleans(),
+    "error_dtype": st.sampled_from(["float32", "bfloat16", "int8"]),
+    "moment_dtype": st.sampled_from(["float32", "bfloat16"]),
+    "anchor_device": st.sampled_from(["same", "cpu"]),
     "fullrank_signal": st.sampled_from(["gradient", "gradient+error"]),
     "fullrank_denominator": st.sampled_from(["mean", "channel"]),
 }
@@ -151,6 +154,7 @@ def test_one_matrix_by_hand():
     resolved = LORDO.resolve({"rank": 2, "sync_every": 5})
 
     held = {"step": 4, "exp_avg": 4 * 2 * 6, "exp_avg_sq": 4 * 2 * 6, "basis": 4 * 4 * 2, "error": 4 * 24, "anchor": 4 * 24}
+    held["error_projection"] = 4 * 2 * 6
     assert state_bytes(LORDO, weights, resolved) == held
     # an all-reduce of N bytes sends 2 (M−1)/M N = N from each of two workers, a broadcast (M−1)/M N = N/2 on average
     bytes_sent = {

@@ -136,7 +136,7 @@ def test_between_refreshes_the_error_lies_outside_the_subspace_and_adds_up():
     dropped = torch.zeros(6, 9, dtype=torch.float64)
     for step in range(1, 6):
         train(optimizer, [p], range(step, step + 1))
-        Q, E = optimizer.state[p]["basis"], optimizer.state[p]["error"]
+        Q, E = optimizer.state[p]["basis"], optimizer.error_of(p)
         dropped += p.grad - Q @ (Q.mT @ p.grad)
         torch.testing.assert_close(E, dropped)
         torch.testing.assert_close(Q.mT @ E, torch.zeros(2, 9, dtype=torch.float64))
@@ -278,7 +278,7 @@ def test_state_of_each_parameter(dtype, error_feedback):
             if shape in SHAPES[:3]:
                 m, n = min(shape), max(shape)
                 expected = {"step": (), "exp_avg": (2, n), "exp_avg_sq": (2, n), "basis": (m, 2), "anchor": shape}
-                expected |= {"error": shape} if error_feedback else {}
+                expected |= {"error": shape, "error_projection": (2, n)} if error_feedback else {}
             assert {key: tuple(t.shape) for key, t in state.items()} == expected, (when, shape)
             assert {t.dtype for key, t in state.items() if key != "step"} == {held}
             assert state["step"].dtype == torch.float32

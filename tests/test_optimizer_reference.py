@@ -40,9 +40,15 @@ def train(initial: list[Tensor], gradients: list[list[list[Tensor]]], *, names=N
             for p, G in zip(parameters, by_worker[workers.rank], strict=True):
                 assert torch.equal(p.grad, G), "the optimizer changed p.grad"
             weights.append([p.detach().clone() for p in parameters])
-        return Trained(weights, [dict(optimizer.state[p]) for p in parameters])
+        return Trained(weights, [state_of(optimizer, p) for p in parameters])
 
     return lordo.simulate(one_worker, num_workers=len(gradients[0]))
+
+
+def state_of(optimizer, p) -> dict[str, Tensor]:
+    """State of a parameter, its error as such and not in the form in which it is held."""
+    state = dict(optimizer.state[p])
+    return state | ({"error": optimizer.error_of(p)} if "error" in state else {})
 
 
 def tensor(numbers) -> Tensor:

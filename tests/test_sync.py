@@ -155,7 +155,7 @@ def test_the_error_is_averaged_only_when_asked():
     for asked, same in ((None, False), (3, True)):
         first, second = run_workers(((6, 9),), num_workers=2, steps=3, **OPTIONS, sync_error_every=asked)
         (p,), (q,) = (o.param_groups[0]["params"] for o in (first, second))
-        assert torch.equal(first.state[p]["error"], second.state[q]["error"]) is same
+        assert torch.equal(first.error_of(p), second.error_of(q)) is same
         assert ("error" in first.report.averaged) is same
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from lordo.lowrank import canonical_shape
 from lordo.methods import Method
 from lordo.optim import is_lowrank
+from lordo.optim.options import keeps_sums, moment_dtype
 from lordo.sync.schedule import num_due
 from lordo.sync.wire import all_reduce_moves, broadcast_moves, reduce_moves, sent_bytes, wire_bytes, wire_dtype
 
+HOST = "anchor (host)"  # held in host memory, not on the device that trains
 # Everything a method may hold for a parameter, in the order in which it is told.
-STATE_KINDS = ("exp_avg", "exp_avg_sq", "basis", "error", "anchor", "outer_momentum", "step")
+STATE_KINDS = ("exp_avg", "exp_avg_sq", "basis", "error", "error_scale", "error_projection", "anchor", "outer_momentum", "step", HOST)
 STEP_BYTES = 4  # the step counter of a parameter, one float32
 
 
@@ -71,26 +73,38 @@ def basis_numel(weight: Weight) -> int:
     return canonical_shape(weight.shape)[0] * (weight.rank or 0) if weight.is_lowrank else 0
 
 
-def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any]) -> Counter[str]:
+def on_device(held: Mapping[str, int]) -> int:
+    """Bytes held on the device that trains: everything but what lies in host memory."""
+    return sum(size for kind, size in held.items() if kind != HOST)
+
+
+def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], *, device: str = "cpu") -> Counter[str]:
     """Bytes of optimizer state held by one worker, per kind of state.
 
     Args:
         method: a row of the table. weights: all trainable parameters. settings: resolved (`method.resolve(…)`), the same for all
             groups; of what a group may set for itself, only the rank is taken into account.
+        device: type of the device that trains; on another one than "cpu", anchors may lie in host memory.
     """
     held: Counter[str] = Counter()
+    anchor = HOST if settings["anchor_device"] == "cpu" and device != "cpu" else "anchor"
     outer, shared_basis = settings["outer"] == "nesterov", method.basis_from == "sync"
     for weight in weights:
         itemsize = wire_dtype(weight.dtype).itemsize
         held["step"] += STEP_BYTES
-        held["exp_avg"] += itemsize * moment_numel(weight)
-        held["exp_avg_sq"] += itemsize * moment_numel(weight)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            held[moment] += moment_dtype(settings, weight.dtype).itemsize * moment_numel(weight)
         held["basis"] += itemsize * basis_numel(weight)
         if weight.is_lowrank and settings["error_feedback"]:
-            held["error"] += itemsize * weight.numel
+            rounded = {"bfloat16": 2, "int8": 1}.get(settings["error_dtype"])
+            held["error"] += (rounded or itemsize) * weight.numel
+            if settings["error_dtype"] == "int8":
+                held["error_scale"] += 4 * canonical_shape(weight.shape)[1]
+            if keeps_sums(settings):
+                held["error_projection"] += itemsize * moment_numel(weight)
         rounds = "parameters" in method.averages and weight.dtype != wire_dtype(weight.dtype)
         if outer or rounds or (shared_basis and weight.is_lowrank):
-            held["anchor"] += itemsize * weight.numel
+            held[anchor] += itemsize * weight.numel
         if outer:
             held["outer_momentum"] += itemsize * weight.numel
     return +held
@@ -120,7 +134,8 @@ def traffic(
             times = num_due(settings, what, steps)
             if what == "parameters" and final_average and steps % settings["sync_every"]:
                 times += 1
-            moved[what] += times * all_reduce_moves(wire_bytes(sizes[what], weight.dtype))
+            dtype = weight.dtype if what == "parameters" else moment_dtype(settings, weight.dtype)
+            moved[what] += times * all_reduce_moves(wire_bytes(sizes[what], dtype))
         if "exp_avg" in method.averages:
             moved["step"] += num_due(settings, "exp_avg", steps) * all_reduce_moves(STEP_BYTES)
         if method.basis_from == "sync" and weight.is_lowrank:
@@ -128,14 +143,15 @@ def traffic(
             refreshes = 1 + num_due(settings, "parameters", steps)
             moved["basis"] += refreshes * broadcast_moves(wire_bytes(basis_numel(weight), weight.dtype))
         if method.averages and weight.is_lowrank and settings["error_feedback"]:
-            moved["error"] += num_due(settings, "error", steps) * all_reduce_moves(wire_bytes(weight.numel, weight.dtype))
+            dtype = weight.dtype if settings["error_dtype"] == "float32" else torch.float32  # a rounded error is averaged in float32
+            moved["error"] += num_due(settings, "error", steps) * all_reduce_moves(wire_bytes(weight.numel, dtype))
     return Counter({tag: sent_bytes(amount, num_workers) for tag, amount in moved.items() if amount})
 
 
 def measured_state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Bytes that an optimizer's state tensors really hold, per key."""
+    """Bytes that an optimizer's state tensors really hold, per kind of state."""
     held: Counter[str] = Counter()
-    for state in optimizer.state.values():
+    for p, state in optimizer.state.items():
         for key, value in state.items():
-            held[key] += value.numel() * value.element_size()
+            held[HOST if key == "anchor" and value.device != p.device else key] += value.numel() * value.element_size()
     return held

@@ -58,13 +58,19 @@ def identity_basis(m: int, rank: int, *, dtype: torch.dtype, device: torch.devic
 
 def is_usable(matrix: Tensor, *, noise: float = 0.0) -> bool:
     """Whether a matrix can give a basis: every entry finite, and some entry larger than what rounding leaves behind."""
-    peak = float(torch.linalg.vector_norm(matrix, ord=math.inf))
-    return math.isfinite(peak) and peak > noise
+    largest = float(peak(matrix))
+    return math.isfinite(largest) and largest > noise
+
+
+def peak(tensor: Tensor) -> Tensor:
+    """Largest absolute value, (); NaN if there is one. Ten times as fast as the norm of that name, which runs on one core."""
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(-low, high)
 
 
 def rounding_noise(weight: Tensor, dtype: torch.dtype) -> float:
     """Largest entry that Δ = mean of W − anchor may have by rounding alone, when no worker has moved."""
-    return 4 * torch.finfo(dtype).eps * float(torch.linalg.vector_norm(weight, ord=math.inf)) if weight.numel() else 0.0
+    return 4 * torch.finfo(dtype).eps * float(peak(weight)) if weight.numel() else 0.0
 
 
 def leading_subspace(
@@ -128,11 +134,11 @@ def subspace_basis(
         (m, r), orthonormal whatever the rank of the matrix (QR completes what power iteration loses).
     """
     m, rank = basis.shape
-    peak = torch.linalg.vector_norm(matrix, ord=math.inf)  # divided out, or tiny entries would vanish when squared
+    scale = peak(matrix)  # divided out, or tiny entries would vanish when squared
     block = _orthonormal(torch.cat([basis, _fresh_columns(basis, min(fresh, m - rank), seed)], dim=1))
     for _ in range(iterations):
-        block = _orthonormal(matrix @ ((matrix.mT @ block) / peak) / peak)
-    small = (block.mT @ matrix) / peak
+        block = _orthonormal(matrix @ ((matrix.mT @ block) / scale) / scale)
+    small = (block.mT @ matrix) / scale
     directions: Tensor = torch.linalg.eigh(small @ small.mT)[1]  # ascending
     return block @ directions[:, -rank:].flip(-1)
 
@@ -151,7 +157,7 @@ def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: f
     coordinates = share * momentum.mT + (1 - share) * (signal.mT @ basis)  # Bᵀ Q, (n, r)
     if not is_usable(coordinates):
         return None
-    coordinates = coordinates / torch.linalg.vector_norm(coordinates, ord=math.inf)
+    coordinates = coordinates / peak(coordinates)
     return _orthonormal(share * (basis @ (momentum @ coordinates)) + (1 - share) * (signal @ coordinates))
 
 

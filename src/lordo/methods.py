@@ -19,15 +19,16 @@ SYNC_DEFAULTS: dict[str, Any] = {
     "sync_exp_avg_every": None,
     "sync_exp_avg_sq_every": None,
     "sync_error_every": None,
+    "anchor_device": "same",
     "outer": "none",
     "outer_lr": 0.7,
     "outer_momentum": 0.9,
 }
 
-_ADAM = ("lr", "betas", "eps", "weight_decay")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
 _LOWRANK = ("rank", "basis")
-_LOCAL_UPDATE = ("sync_every", "outer", "outer_lr", "outer_momentum")
-_FULLRANK_TERM = ("omega", "error_feedback", "fullrank_signal", "fullrank_denominator", "sync_error_every")
+_LOCAL_UPDATE = ("sync_every", "anchor_device", "outer", "outer_lr", "outer_momentum")
+_FULLRANK_TERM = ("omega", "error_feedback", "error_dtype", "fullrank_signal", "fullrank_denominator", "sync_error_every")
 _MOMENT_PERIODS = ("sync_exp_avg_every", "sync_exp_avg_sq_every")
 
 
@@ -83,7 +84,8 @@ class Method:
         if self.averages:
             after.append(Average(*(what for what in PERIODS if what in self.averages or what == "error")))
         if "parameters" in self.averages:
-            after.append(PseudoGradient(refresh=self.basis_from == "sync", outer=settings["outer"] == "nesterov"))
+            refresh, outer = self.basis_from == "sync", settings["outer"] == "nesterov"
+            after.append(PseudoGradient(refresh=refresh, outer=outer, anchor_device=settings["anchor_device"]))
         return before, after
 
 

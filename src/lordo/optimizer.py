@@ -13,19 +13,21 @@ from torch.optim.optimizer import required
 from lordo.lowrank import BasisMethod
 from lordo.methods import SYNC_DEFAULTS, Method, find
 from lordo.optim import LowRankAdam, is_lowrank
+from lordo.optim.error import ErrorDtype
 from lordo.optim.local import evaluate, without_autocast
-from lordo.optim.options import LOCAL_DEFAULTS, check_range, check_whole
+from lordo.optim.options import LOCAL_DEFAULTS, MomentDtype, check_range, check_whole
 from lordo.suggest import nearest, unknown
 from lordo.sync import Comm, Solo, as_comm
 from lordo.sync.agreement import check_agreement
-from lordo.sync.rules import AverageGradients, SyncReport
+from lordo.sync.rules import AnchorDevice, AverageGradients, SyncReport
 from lordo.sync.schedule import PERIODS, is_due, steps_to_next
 from lordo.sync.shares import MAX_LEFT_OUT_IN_A_ROW, LeftOut, average_
 from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
 
 _REQUIRED: Any = required  # torch's mark of a setting that has no default
-_WHOLE_OPTIMIZER = ("outer",)  # settings that decide which rules there are
-_LASTING = (*_WHOLE_OPTIMIZER, "rank", "error_feedback", "basis_every", *PERIODS.values())  # settings that decide what is kept or sent
+_WHOLE_OPTIMIZER = ("outer", "anchor_device")  # settings that decide which rules there are
+# Settings that decide what is kept or sent.
+_LASTING = (*_WHOLE_OPTIMIZER, "rank", "error_feedback", "error_dtype", "moment_dtype", "basis_every", *PERIODS.values())
 # What torch's learning-rate schedulers put into the groups.
 _SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
@@ -86,6 +88,8 @@ class DistributedOptimizer(LowRankAdam):
                 check_whole(name, group[name])
         if group["outer"] not in ("none", "nesterov"):
             raise ValueError(f"outer must be 'none' or 'nesterov'; got {group['outer']!r}")
+        if group["anchor_device"] not in ("same", "cpu"):
+            raise ValueError(f"anchor_device must be 'same' (as the weight) or 'cpu'; got {group['anchor_device']!r}")
         check_range("outer_lr", group["outer_lr"], 0, float("inf"))
         check_range("outer_momentum", group["outer_momentum"], 0, 1, high_included=False)
 
@@ -336,6 +340,9 @@ class LoRDO(DistributedOptimizer):
         betas: decay of the two moments. eps: added to the denominator. weight_decay: decoupled, as in AdamW.
         omega: ω, the share of the low-rank momentum; None is max(0.9, 1 − 1/K); 1 switches the full-rank term off.
         error_feedback: keep what projection drops and add it to the next gradient (memory: one tensor of the weight's shape).
+        error_dtype: "float32" (float64 for float64 weights), "bfloat16" or "int8" (a scale for each column), the last two rounded at
+            random. moment_dtype: "float32" or "bfloat16", the same for both moments.
+        anchor_device: where the weights of the last synchronisation are kept, "same" as they or "cpu" (pinned if they are on a GPU).
         fullrank_signal: F of the full-rank term, "gradient+error" (X) or "gradient" (G, the formula as printed in the paper).
         fullrank_denominator: μ, "channel" (one mean for each column) or "mean" (one for the matrix, as in the paper).
         basis: "svd", "subspace" (a few matrix products), or "auto" (svd up to a smaller side of 128).
@@ -360,6 +367,9 @@ class LoRDO(DistributedOptimizer):
         weight_decay: float = 0.0,
         omega: float | None = None,
         error_feedback: bool = True,
+        error_dtype: ErrorDtype = "float32",
+        moment_dtype: MomentDtype = "float32",
+        anchor_device: AnchorDevice = "same",
         fullrank_signal: FullrankSignal = "gradient+error",
         fullrank_denominator: FullrankDenominator = "channel",
         basis: BasisMethod = "auto",
@@ -381,6 +391,9 @@ class LoRDO(DistributedOptimizer):
             weight_decay=weight_decay,
             omega=omega,
             error_feedback=error_feedback,
+            error_dtype=error_dtype,
+            moment_dtype=moment_dtype,
+            anchor_device=anchor_device,
             fullrank_signal=fullrank_signal,
             fullrank_denominator=fullrank_denominator,
             basis=basis,

@@ -32,8 +32,8 @@ def denominator(exp_avg_sq: Tensor, *, beta2: float, eps: float, step: float) ->
 
 
 def fullrank_scale(denominator: Tensor, *, over: FullrankDenominator) -> Tensor:
-    """μ(D): one mean over all entries, shape (), or one for each column over the r axis, shape (1, n)."""
-    return denominator.mean() if over == "mean" else denominator.mean(dim=-2, keepdim=True)
+    """μ(D): one mean over all entries, shape (1, 1), or one for each column over the r axis, shape (1, n)."""
+    return denominator.mean(dim=(-2, -1) if over == "mean" else -2, keepdim=True)
 
 
 def lowrank_direction(exp_avg: Tensor, denominator: Tensor, *, beta1: float, step: float) -> Tensor:

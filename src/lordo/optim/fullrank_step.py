@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from lordo.optim.rounding import store_
+from lordo.optim.stacks import Part
 
 # Elements handled at once: temporaries stay this small, however large the embedding.
 CHUNK_ELEMENTS = 1 << 18
-
-Part = tuple[Tensor, Tensor, dict[str, Tensor]]  # weight, gradient, state
 
 
 def fullrank_step_(parts: Sequence[Part], options: dict[str, Any]) -> None:
@@ -27,11 +27,12 @@ def fullrank_step_(parts: Sequence[Part], options: dict[str, Any]) -> None:
 
 def _foreach_step_(batch: list[Part], options: dict[str, Any]) -> None:
     lr, (beta1, beta2), omega = float(options["lr"]), options["betas"], options["omega"]
-    u = [state["exp_avg"] for _, _, state in batch]
-    v = [state["exp_avg_sq"] for _, _, state in batch]
+    work = [torch.promote_types(weight.dtype, torch.float32) for weight, _, _ in batch]
+    u = [state["exp_avg"].to(dtype) for (_, _, state), dtype in zip(batch, work, strict=True)]
+    v = [state["exp_avg_sq"].to(dtype) for (_, _, state), dtype in zip(batch, work, strict=True)]
     steps = [float(state["step"]) for _, _, state in batch]
-    G = [gradient.to(state["exp_avg"].dtype) for _, gradient, state in batch]
-    W = [weight.to(state["exp_avg"].dtype) for weight, _, state in batch]
+    G = [gradient.to(dtype) for (_, gradient, _), dtype in zip(batch, work, strict=True)]
+    W = [weight.to(dtype) for (weight, _, _), dtype in zip(batch, work, strict=True)]
 
     torch._foreach_lerp_(u, G, 1 - beta1)
     torch._foreach_mul_(v, beta2)
@@ -44,9 +45,12 @@ def _foreach_step_(batch: list[Part], options: dict[str, Any]) -> None:
     if omega < 1:
         torch._foreach_addcdiv_(W, G, D, -lr * (1 - omega))
     torch._foreach_addcdiv_(W, u, D, [-lr * omega / (1 - beta1**t) for t in steps])
-    for (weight, _, _), work in zip(batch, W, strict=True):
-        if work is not weight:
-            weight.copy_(work)
+    for (weight, _, state), updated, first, second in zip(batch, W, u, v, strict=True):
+        if updated is not weight:
+            weight.copy_(updated)
+        if first is not state["exp_avg"]:
+            store_(state["exp_avg"], first, int(state["step"]))
+            store_(state["exp_avg_sq"], second, int(state["step"]) + 1)
 
 
 def _batches(parts: Sequence[Part]) -> Iterator[list[Part]]:

@@ -15,22 +15,26 @@ from torch.optim.optimizer import required
 from lordo.finite import first_nonfinite
 from lordo.lowrank import canonical, canonical_shape, identity_basis, rotate_moments
 from lordo.optim.by_name import by_name
+from lordo.optim.error import error_of, give_error_, is_rounded, new_error, settle_, take_error_
 from lordo.optim.fullrank_step import fullrank_step_
 from lordo.optim.local_basis import local_basis
-from lordo.optim.lowrank_step import lowrank_step_
-from lordo.optim.options import LOCAL_DEFAULTS, check_options
+from lordo.optim.options import LOCAL_DEFAULTS, check_options, keeps_sums, moment_dtype
 from lordo.optim.routing import clean_names, is_lowrank
+from lordo.optim.stacks import Part, lowrank_steps_
 
 # Steps in a row that may be skipped for a non-finite gradient before it is an error.
 MAX_SKIPPED_IN_A_ROW = 20
+# Steps after which an error kept as sums (`error.py`) is formed even without a new basis: what rounding does to the sums grows with them.
+SETTLE_EVERY = 256
 
 
 class LowRankAdam(torch.optim.Optimizer):
     """The local step of every method in lordo, for all parameters of one worker.
 
     State of a low-rank weight of canonical shape (m, n), m <= n: `step` (), `exp_avg` and `exp_avg_sq` (r, n), `basis` (m, r), and
-    with error feedback `error` in the weight's own shape. Of any other weight: `step`, `exp_avg`, `exp_avg_sq` in its shape.
-    All of it exists from construction on, in float32 (float64 for float64 weights), under the same keys on every worker.
+    with error feedback `error` in the weight's own shape and what goes with its form (`error_of` gives E whatever the form). Of any
+    other weight: `step`, `exp_avg`, `exp_avg_sq` in its shape. All of it exists from construction on, in float32 (float64 for float64
+    weights) unless a setting says otherwise, under the same keys on every worker.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of either (`lordo.param_groups`).
@@ -81,9 +85,9 @@ class LowRankAdam(torch.optim.Optimizer):
             shape = (group["rank"], n)
             state["basis"] = identity_basis(m, group["rank"], dtype=dtype, device=p.device)
             if group["error_feedback"]:
-                state["error"] = torch.zeros_like(p, dtype=dtype)
-        state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=p.device)
-        state["exp_avg_sq"] = torch.zeros(shape, dtype=dtype, device=p.device)
+                state |= new_error(p, rank=group["rank"], error_dtype=group["error_dtype"], apart=keeps_sums(group))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[moment] = torch.zeros(shape, dtype=moment_dtype(group, p.dtype), device=p.device)
         return state
 
     def named_members(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
@@ -101,12 +105,26 @@ class LowRankAdam(torch.optim.Optimizer):
     def set_basis(self, p: Tensor, basis: Tensor) -> None:
         """Install a basis (m, r), carrying both moments into it."""
         state = self.state[p]
+        settle_(state)  # the error is held in terms of the old basis
         old = state["basis"]
         betas, step = self._group_of(p)["betas"], float(state["step"])
-        u, v = rotate_moments(state["exp_avg"], state["exp_avg_sq"], old, basis, betas=betas, step=step)
+        u, v = (state[moment].to(old.dtype) for moment in ("exp_avg", "exp_avg_sq"))
+        u, v = rotate_moments(u, v, old, basis, betas=betas, step=step)
         state["exp_avg"].copy_(u)
         state["exp_avg_sq"].copy_(v)
         old.copy_(basis)
+
+    def error_of(self, p: Tensor) -> Tensor:
+        """E of a low-rank weight, in its own shape: what projection dropped so far. A copy; `state[p]["error"]` may hold another form."""
+        return error_of(self.state[p])
+
+    def take_error(self, p: Tensor) -> Tensor:
+        """E of a low-rank weight, to be changed in place and given back."""
+        return take_error_(self.state[p])
+
+    def give_error(self, p: Tensor, error: Tensor) -> None:
+        """Write an E that came from `take_error`."""
+        give_error_(self.state[p], error)
 
     def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
         """The settings of a group with those that follow from others filled in."""
@@ -145,25 +163,18 @@ class LowRankAdam(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             options = self.resolved(group)
-            fullrank = []
+            lowrank: list[Part] = []
+            fullrank: list[Part] = []
             for p in group["params"]:
                 if p.grad is None or p not in self.state:
                     continue
                 gradient, state = self._unscaled(p.grad), self.state[p]
                 if "basis" in state:
-                    self._lowrank_step(p, gradient, state, options)
-                else:
-                    state["step"] += 1
-                    fullrank.append((p, gradient, state))
+                    _take_in_(gradient, state, options)
+                state["step"] += 1
+                (lowrank if "basis" in state else fullrank).append((p, gradient, state))
+            lowrank_steps_(lowrank, options)
             fullrank_step_(fullrank, options)
-
-    def _lowrank_step(self, p: Tensor, gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
-        signal = gradient.to(state["exp_avg"].dtype)
-        if "error" in state:
-            signal = state["error"].add_(gradient)
-        local_basis(canonical(signal), state, options)
-        state["step"] += 1
-        lowrank_step_(p, gradient, state, options)
 
     def check_gradients(self) -> None:
         """Refuse gradients that this step cannot use, before anything is sent.
@@ -250,6 +261,16 @@ class LowRankAdam(torch.optim.Optimizer):
             for key, value in own.items():
                 if value.shape != saved[key].shape:
                     raise ValueError(f"'{key}' has shape {tuple(saved[key].shape)} in the loaded state, {tuple(value.shape)} here")
+
+
+def _take_in_(gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """X = G + E in the memory of an error that is not rounded; then a new basis, if this worker computes its own now."""
+    signal = gradient
+    if "error" in state and not is_rounded(state):
+        signal = state["error"].add_(gradient)
+    local_basis(canonical(signal), state, options)
+    if (int(state["step"]) + 1) % SETTLE_EVERY == 0:
+        settle_(state)
 
 
 @contextmanager

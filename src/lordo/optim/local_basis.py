@@ -17,12 +17,10 @@ def local_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any
         state: of this parameter, before this step is counted.
         options: the parameter group.
     """
-    if options["basis_from"] == "gradient":
-        new = _gradient_basis(signal, state, options)
-    elif options["basis_from"] == "momentum":
-        new = _momentum_basis(signal, state, options)
-    else:
+    if options["basis_from"] == "sync":
         return
+    signal = signal.to(state["basis"].dtype)
+    new = _gradient_basis(signal, state, options) if options["basis_from"] == "gradient" else _momentum_basis(signal, state, options)
     if new is None:
         return
     if options["basis_from"] == "momentum" and "error" in state:
@@ -44,21 +42,21 @@ def _momentum_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str,
     taken, rho = int(state["step"]), options["basis_interpolation"]
     if taken == 0:
         return leading_subspace(signal, state["basis"], method="svd")
-    mean = state["exp_avg"] / (1 - options["betas"][0] ** taken)
+    mean = state["exp_avg"].to(state["basis"].dtype) / (1 - options["betas"][0] ** taken)
     return power_iteration(state["basis"], mean, signal, share=rho)
 
 
 def _lost_momentum(new: Tensor, state: dict[str, Tensor], beta1: float) -> Tensor:
     """LDAdam's generalised error β1/(1−β1) · (Q_old u − Q_new Q_newᵀ Q_old u): the momentum that a change of basis drops."""
-    momentum = lift(state["basis"], state["exp_avg"])
+    momentum = lift(state["basis"], state["exp_avg"].to(new.dtype))
     return (momentum - lift(new, new.mT @ momentum)).mul_(beta1 / (1 - beta1))
 
 
 def _install(new: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
     if options["rotate_moments"]:
         u, v = rotate_moments(
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            state["exp_avg"].to(new.dtype),
+            state["exp_avg_sq"].to(new.dtype),
             state["basis"],
             new,
             betas=options["betas"],

@@ -1,55 +1,134 @@
-"""The local step of one low-rank weight.
+"""The local step of one low-rank weight, or of several of one shape at once.
 
 Letters as in the paper: W weight, G gradient, E error, X = G + E, all (m, n) with m <= n; Q basis (m, r);
 g = QᵀX, u, v moments, D denominator (r, n); ω share of the low-rank momentum; μ a mean of D.
+
+With an error of the form S = E + Q h (see `error.py`), S holding this step's gradient already, X = S − Q h. Hence g = QᵀS − h, and
+what X adds to the step is (1−ω) S/μ less Q times (1−ω) h/μ, which joins ω û/D in one product with Q: two products for each step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lordo.lowrank import canonical, project
+from lordo.optim.blocks import column_blocks
+from lordo.optim.error import decode, encode_, is_rounded
+from lordo.optim.rounding import store_
 from lordo.updates import denominator, fullrank_scale, lowrank_direction, update_moments_
 
+State = dict[str, Tensor]
 
-def lowrank_step_(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
+
+def lowrank_step_(weight: Tensor, gradient: Tensor, state: State, options: dict[str, Any]) -> None:
     """W = (1 − lr·wd) W − lr · [ (1−ω) F/μ(D) + ω Q(û/D) ], with the moments and the error updated.
 
-    Nothing of the weight's full size is allocated when weight and gradient have the dtype of the state (float32, float64);
-    for lower precision the step is computed in the dtype of the state and rounded once.
+    Nothing of the weight's full size is allocated: where weight, gradient and state have the dtype of the computation (float32, or
+    float64 for float64 weights) they are worked on where they lie, else block by block.
 
     Args:
-        weight, gradient: the weight's own shape; the gradient is only read.
-        state: of this parameter: step (already counting this step), exp_avg, exp_avg_sq, basis, and error if it is fed back.
+        weight, gradient: the weight's own shape, (m, n) or (n, m), or a stack of them; the gradient is only read.
+        state: step (already counting this step), exp_avg, exp_avg_sq, basis, and what `error.py` keeps if the error is fed back. An
+            error that is not rounded holds X already.
         options: the parameter group.
     """
-    Q, u, v = state["basis"], state["exp_avg"], state["exp_avg_sq"]
-    betas, omega, t = options["betas"], options["omega"], float(state["step"])
-    learning_rate = float(options["lr"])
-    lr = learning_rate * options["scale"]
+    work = torch.promote_types(weight.dtype, torch.float32)
+    signal = _Signal(canonical(gradient), state, work)
+    g = signal.projected()
+    direction, D = _learn_(g, state, options, work)
 
-    G = canonical(gradient.to(v.dtype))
-    work = weight.to(v.dtype)  # the weight itself when the dtype is the state's
-    W = canonical(work)
-    X = G
-    if "error" in state:  # the caller has added the gradient: the error holds X until the end of the step
-        X = canonical(state["error"])
-
-    g = project(Q, X)
-    update_moments_(u, v, g, betas=betas)
-    D = denominator(v, beta2=betas[1], eps=options["eps"], step=t)
-
-    W.mul_(1 - learning_rate * options["weight_decay"])
-    direction = lowrank_direction(u, D, beta1=betas[0], step=t).mul_(omega)
+    omega, lr = options["omega"], float(options["lr"]) * options["scale"]
+    scale = None
     if omega < 1 and options["fullrank_signal"] == "projected":
         direction.addcdiv_(g, D, value=1 - omega)
     elif omega < 1:
-        F = G if options["fullrank_signal"] == "gradient" else X
-        W.addcdiv_(F, fullrank_scale(D, over=options["fullrank_denominator"]), value=-lr * (1 - omega))
-    if "error" in state:
-        X.addmm_(Q, g, alpha=-1)
-    W.addmm_(Q, direction, alpha=-lr)
-    if work is not weight:
-        weight.copy_(work)
+        scale = fullrank_scale(D, over=options["fullrank_denominator"]).reciprocal_()
+        if signal.before is not None and options["fullrank_signal"] == "gradient+error":
+            direction.addcmul_(signal.before, scale, value=omega - 1)
+    signal.remember_()
+
+    Q, decay = state["basis"], 1 - float(options["lr"]) * options["weight_decay"]
+    for columns in signal.blocks(weight):
+        W = canonical(weight)[..., columns]
+        updated = W.to(work)  # the weight itself where it has that dtype
+        X = signal.block(columns)
+        if decay != 1:
+            updated.mul_(decay)
+        if scale is not None:
+            F = signal.gradient[..., columns].to(work) if options["fullrank_signal"] == "gradient" else X
+            updated.addcmul_(F, scale if scale.shape[-1] == 1 else scale[..., columns], value=-lr * (1 - omega))
+        _add_product_(updated, Q, direction[..., columns], factor=-lr)
+        if updated.dtype != W.dtype:
+            W.copy_(updated)
+        signal.keep_(columns, X, g)
+
+
+def _learn_(g: Tensor, state: State, options: dict[str, Any], work: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Update both moments with g; returns ω û/D and D, new (r, n) tensors."""
+    betas, t = options["betas"], state["step"]
+    u, v = state["exp_avg"].to(work), state["exp_avg_sq"].to(work)
+    update_moments_(u, v, g, betas=betas)
+    D = denominator(v, beta2=betas[1], eps=options["eps"], step=float(t))
+    direction = lowrank_direction(u, D, beta1=betas[0], step=float(t)).mul_(options["omega"])
+    if state["exp_avg"].dtype != work:
+        store_(state["exp_avg"], u, int(t))
+        store_(state["exp_avg_sq"], v, int(t) + 1)
+    return direction, D
+
+
+class _Signal:
+    """X = G + E of one weight, in whatever form E is held.
+
+    Attributes:
+        gradient: G, (m, n). before: h before this step, where the error keeps S and h apart.
+    """
+
+    def __init__(self, gradient: Tensor, state: State, work: torch.dtype) -> None:
+        self.gradient, self.state, self.work = gradient, state, work
+        self.before = state.get("error_projection")
+        self.rounded = is_rounded(state)
+        self.sums: Tensor | None = None
+
+    def blocks(self, weight: Tensor) -> Any:
+        """Slices of columns: one for all, unless something has to be converted."""
+        exact = self.work == weight.dtype == self.gradient.dtype and not self.rounded
+        return [slice(None)] if exact else column_blocks(canonical(weight))
+
+    def block(self, columns: slice) -> Tensor:
+        """X (or S) of some columns, (m, c)."""
+        if self.rounded:
+            return decode(self.state, columns, self.work).add_(self.gradient[..., columns])
+        held = canonical(self.state["error"]) if "error" in self.state else self.gradient
+        return held[..., columns].to(self.work)
+
+    def projected(self) -> Tensor:
+        """g = QᵀX, (r, n)."""
+        Q = self.state["basis"]
+        parts = [project(Q, self.block(columns)) for columns in self.blocks(self.gradient)]
+        g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if self.before is None:
+            return g
+        self.sums = g
+        return g - self.before
+
+    def remember_(self) -> None:
+        """h of the next step: the coordinates of S."""
+        if self.before is not None and self.sums is not None:
+            self.before.copy_(self.sums)
+
+    def keep_(self, columns: slice, X: Tensor, g: Tensor) -> None:
+        """E = X − Q g in the columns of a block, unless S and h say it already."""
+        if "error" not in self.state or self.before is not None:
+            return
+        _add_product_(X, self.state["basis"], g[..., columns], factor=-1)
+        if self.rounded:
+            encode_(self.state, columns, X)
+
+
+def _add_product_(target: Tensor, first: Tensor, second: Tensor, *, factor: float) -> None:
+    """target + factor · first · second, in place, of matrices or of stacks of them."""
+    add = target.addmm_ if target.ndim == 2 else target.baddbmm_
+    add(first, second, alpha=factor)

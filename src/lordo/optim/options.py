@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lordo.lowrank import BasisMethod
+from lordo.optim.error import ERROR_DTYPES
 from lordo.updates import FullrankDenominator, FullrankSignal
+
+MomentDtype = Literal["float32", "bfloat16"]
 
 # What a row of the method table may set and a user may override per parameter group.
 LOCAL_DEFAULTS: dict[str, Any] = {
@@ -20,6 +24,8 @@ LOCAL_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "omega": 1.0,
     "error_feedback": False,
+    "error_dtype": "float32",
+    "moment_dtype": "float32",
     "fullrank_signal": "gradient+error",
     "fullrank_denominator": "channel",
     "basis": "auto",
@@ -38,6 +44,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "fullrank_denominator": get_args(FullrankDenominator),
     "basis": get_args(BasisMethod),
     "basis_from": ("sync", "gradient", "momentum"),
+    "error_dtype": ERROR_DTYPES,
+    "moment_dtype": get_args(MomentDtype),
 }
 
 
@@ -87,3 +95,13 @@ def check_range(name: str, value: Any, low: float, high: float, *, high_included
     if not (low <= value <= high) or (value == high and not high_included):
         end = "]" if high_included and math.isfinite(high) else ")"
         raise ValueError(f"{name} must be in [{low}, {high}{end}; got {value}")
+
+
+def moment_dtype(group: Mapping[str, Any], weight_dtype: torch.dtype) -> torch.dtype:
+    """Type in which moments are held; "float32" is float64 for a float64 weight."""
+    return torch.bfloat16 if group["moment_dtype"] == "bfloat16" else torch.promote_types(weight_dtype, torch.float32)
+
+
+def keeps_sums(group: Mapping[str, Any]) -> bool:
+    """Whether the error keeps S and h apart (`error.py`): its basis stays for many steps, and nothing is rounded."""
+    return bool(group["error_feedback"] and group["basis_from"] == "sync" and group["error_dtype"] == "float32")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lordo.sync.schedule import is_due
 from lordo.sync.shares import LeftOut, average_, heal_
 from lordo.sync.wire import wire_dtype
 
+AnchorDevice = Literal["same", "cpu"]
 Member = tuple[str, Tensor, dict[str, Any]]  # name, parameter, settings of its group
 
 
@@ -57,6 +58,12 @@ class Synchronised(Protocol):
 
     def set_basis(self, p: Tensor, basis: Tensor) -> None:
         """Install a basis, carrying the moments over."""
+
+    def take_error(self, p: Tensor) -> Tensor:
+        """The error of a low-rank weight, in the weight's shape, to be changed in place and given back."""
+
+    def give_error(self, p: Tensor, error: Tensor) -> None:
+        """Write an error that came from `take_error`."""
 
 
 class Rule(Protocol):
@@ -117,6 +124,7 @@ class Average(Stateless):
         """Average what is due after step t."""
         due: list[tuple[str, str, Tensor]] = []
         counted: list[Member] = []
+        errors: list[tuple[Tensor, Tensor]] = []
         for member in optimizer.named_members():
             name, p, settings = member
             for what in self.what:
@@ -126,6 +134,9 @@ class Average(Stateless):
                 counted += [member] if what == "exp_avg" else []
                 if what == "parameters" and is_rounded(p):
                     tensor = optimizer.state[p]["moved"] = _moved(p, optimizer.state[p]["anchor"])
+                if what == "error":
+                    tensor = optimizer.take_error(p)
+                    errors.append((p, tensor))
                 due.append((what, name if what == "parameters" else f"{name}.{what}", tensor))
         if not due:
             return
@@ -133,6 +144,8 @@ class Average(Stateless):
         left_out = average_([*due, ("step", "step", counts)], comm, in_a_row=optimizer.left_out_in_a_row)
         for (_, p, _), count in zip(counted, counts.tolist(), strict=True):
             optimizer.state[p]["step"].fill_(count)
+        for p, error in errors:
+            optimizer.give_error(p, error)
         if any(each.worker == comm.rank for each in left_out):
             for _, p, _ in optimizer.named_members():
                 heal_(optimizer.state[p])
@@ -157,29 +170,34 @@ def is_rounded(p: Tensor) -> bool:
 
 def _moved(p: Tensor, anchor: Tensor) -> Tensor:
     """How far a rounded weight has come from its anchor as all workers started from it, rounded too; in the anchor's type."""
-    return p.detach().to(anchor.dtype) - anchor.to(p.dtype)
+    return p.detach().to(anchor.dtype) - anchor.to(p.device, p.dtype)
 
 
 class PseudoGradient:
     """After the parameters were averaged: Δ = W − anchor, and what follows from it.
 
     The Nesterov outer step (DiLoCo, arXiv 2311.08105) moves W on from the anchor, the refresh takes the leading subspace of Δ as the
-    new basis of every low-rank weight. Δ is formed in the anchor's own memory; at the end the anchor is W again.
+    new basis of every low-rank weight. Δ is formed in the anchor's own memory (in the weight's, one at a time, where the anchor lies in
+    host memory), and only where it is needed; at the end the anchor is W again.
 
     A bfloat16 weight is the rounded anchor: what is averaged is how far each worker has come from there, in float32 (`moved`), and the
     anchor takes the mean up unrounded. Changes below the weight's last bit thus add up from one synchronisation to the next.
     """
 
-    def __init__(self, *, refresh: bool, outer: bool) -> None:
-        """`refresh`: take new bases from Δ. `outer`: take a Nesterov step along Δ."""
-        self.refresh, self.outer = refresh, outer
+    def __init__(self, *, refresh: bool, outer: bool, anchor_device: AnchorDevice = "same") -> None:
+        """`refresh`: take new bases from Δ. `outer`: take a Nesterov step along Δ. `anchor_device`: "same" as the weight, or "cpu"."""
+        self.refresh, self.outer, self.anchor_device = refresh, outer, anchor_device
 
     def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
         """The anchor, where Δ is needed or the weight itself too coarse, in float32 or better; the outer momentum."""
         if not (self.outer or (self.refresh and lowrank) or is_rounded(p)):
             return {}
-        anchor = p.detach().to(wire_dtype(p.dtype), copy=True)
-        return {"anchor": anchor, "outer_momentum": torch.zeros_like(anchor)} if self.outer else {"anchor": anchor}
+        device = p.device if self.anchor_device == "same" or p.is_meta else torch.device("cpu")
+        pinned = p.is_cuda and device.type == "cpu"  # page-locked: copies from and to a GPU run at full speed
+        anchor = torch.empty(p.shape, dtype=wire_dtype(p.dtype), device=device, pin_memory=pinned).copy_(p.detach())
+        if not self.outer:
+            return {"anchor": anchor}
+        return {"anchor": anchor, "outer_momentum": torch.zeros_like(p, dtype=anchor.dtype)}
 
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Run for the parameters that were averaged after step t."""
@@ -189,28 +207,32 @@ class PseudoGradient:
             if "anchor" in optimizer.state[p] and is_due(settings, "parameters", step)
         ]
         moved = {p: optimizer.state[p].pop("moved") for _, p, _ in members if is_rounded(p)}
+        lowrank = [m for m in members if "basis" in optimizer.state[m[1]]] if self.refresh else []
+        refresh = Refresh(optimizer, comm, lowrank, step)
+        mine = {p: i for i, (_, p, _) in enumerate(lowrank) if refresh.owners[i] == comm.rank}
         for _, p, settings in members:
             state = optimizer.state[p]
-            anchor = state["anchor"]
-            if p in moved:
-                anchor.add_(moved[p])
-            else:
-                torch.sub(p, anchor, out=anchor)
-            if self.outer:
-                nesterov_(anchor if p in moved else p, moved.get(p, anchor), state["outer_momentum"], settings)
-        if self.refresh:
-            lowrank = [m for m in members if "basis" in optimizer.state[m[1]]]
-            self._refresh(optimizer, comm, lowrank, [moved.get(p, optimizer.state[p]["anchor"]) for _, p, _ in lowrank], step)
-        for _, p, _ in members:
-            anchor = optimizer.state[p]["anchor"]
-            p.copy_(anchor) if p in moved else anchor.copy_(p)
-
-    def _refresh(self, optimizer: Synchronised, comm: Comm, members: list[Member], deltas: list[Tensor], step: int) -> None:
-        refresh = Refresh(optimizer, comm, members, step)
-        for i, delta in enumerate(deltas):
-            refresh.compute(i, delta)
-        if members:
+            anchor, averaged = state["anchor"], p
+            delta = moved.get(p)
+            if delta is not None:
+                averaged = anchor.to(p.device).add_(delta)  # unrounded
+            elif self.outer or p in mine:
+                delta = _change(p, anchor)
+            if delta is not None and self.outer:
+                nesterov_(averaged, delta, state["outer_momentum"], settings)
+            if delta is not None and p in mine:
+                refresh.compute(mine[p], delta)
+            p.copy_(averaged)
+            anchor.copy_(averaged)
+        if lowrank:
             optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
+
+
+def _change(p: Tensor, anchor: Tensor) -> Tensor:
+    """Δ = W − anchor in the anchor's memory, or in new memory where the anchor lies on another device."""
+    if anchor.device == p.device:
+        return torch.sub(p, anchor, out=anchor)
+    return anchor.to(p.device).neg_().add_(p)
 
 
 def nesterov_(weight: Tensor, delta: Tensor, momentum: Tensor, settings: dict[str, Any]) -> None:

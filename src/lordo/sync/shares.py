@@ -62,10 +62,12 @@ def heal_(state: dict[str, Any]) -> None:
     """After a worker was left out: what an average did not replace and is not finite starts anew.
 
     Args:
-        state: of one parameter. A moment that is not finite takes the other one and the count of steps with it.
+        state: of one parameter. A moment that is not finite takes the other one and the count of steps with it, an error its other parts.
     """
     bad = [key for key, tensor in state.items() if tensor.is_floating_point() and first_nonfinite([(key, tensor)])]
     if "exp_avg" in bad or "exp_avg_sq" in bad:
         bad += ["exp_avg", "exp_avg_sq", "step"]
+    if any(key.startswith("error") for key in bad):
+        bad += [key for key in state if key.startswith("error")]
     for key in bad:
         state[key].zero_()

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from lordo.lowrank import BasisMethod
+from lordo.optim.error import ErrorDtype
+from lordo.optim.options import MomentDtype
+from lordo.sync.rules import AnchorDevice
 from lordo.updates import FullrankDenominator, FullrankSignal
 
 Count = Annotated[int, Field(ge=1)]
@@ -161,6 +164,15 @@ class MethodConfig(StepSettings):
 
     error_feedback: bool | None = None
     """Whether each worker keeps what the projection drops and adds it to its next gradient."""
+
+    error_dtype: ErrorDtype | None = None
+    """In what the error is held: "float32", "bfloat16", or "int8" with a scale for each column, both rounded at random."""
+
+    moment_dtype: MomentDtype | None = None
+    """In what both moments are held: "float32", or "bfloat16", rounded at random."""
+
+    anchor_device: AnchorDevice | None = None
+    """Where the weights of the last synchronisation are kept: "same" as the weights, or "cpu" (pinned when there is a GPU)."""
 
     basis: BasisMethod | None = None
     """How a basis is computed: "svd" is exact, "subspace" cheap, "auto" chooses by the size of the weight."""

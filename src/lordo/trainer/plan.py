@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from lordo.accounting import Weight, adamw_state_bytes, state_bytes, traffic
+from lordo.accounting import Weight, adamw_state_bytes, on_device, state_bytes, traffic
 from lordo.methods import METHODS, Method, find
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig, UsageError
@@ -61,7 +61,7 @@ def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: fl
     settings, weights = shapes.settings, shapes.weights
     ddp, steps, workers = METHODS["ddp-adamw"], config.train.steps, config.workers
     sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
-    state = state_bytes(method, weights, settings).total()
+    state = on_device(state_bytes(method, weights, settings, device="cpu" if config.train.device == "cpu" else "cuda"))
     tokens = config.sequences_per_worker * config.data.sequence_length
     return Plan(
         method=method.name,

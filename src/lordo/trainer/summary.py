@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lordo.accounting import adamw_state_bytes, measured_state_bytes, state_bytes, traffic
+from lordo.accounting import adamw_state_bytes, measured_state_bytes, on_device, state_bytes, traffic
 from lordo.methods import METHODS
 from lordo.sync import Comm
 from lordo.trainer.loop import Outcome, Prepared
@@ -62,8 +62,8 @@ class Summary:
 
     @property
     def held(self) -> int:
-        """Bytes of optimizer state per worker in all."""
-        return sum(self.state_bytes.values())
+        """Bytes of optimizer state per worker on the device that trains."""
+        return on_device(self.state_bytes)
 
 
 def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: int | None) -> Summary:
@@ -89,7 +89,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         bytes_predicted=dict(sorted(predicted.items())),
         ddp_bytes=traffic(ddp, weights, ddp.resolve({}), steps=steps, num_workers=num_workers).total(),
         state_bytes=dict(measured_state_bytes(outcome.optimizer)),
-        state_predicted=dict(state_bytes(prepared.method, weights, settings)),
+        state_predicted=dict(state_bytes(prepared.method, weights, settings, device=outcome.model.device.type)),
         adamw_bytes=adamw_state_bytes(weights),
         seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
         at_once=at_once,

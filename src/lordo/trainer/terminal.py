@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lordo.accounting import state_bytes
 from lordo.trainer.config import RunConfig
-from lordo.trainer.loop import Prepared
+from lordo.trainer.loop import Prepared, pick_device
 from lordo.trainer.summary import Summary
 
 WIDTH = 200  # of tables: a narrower terminal wraps their lines, but nothing is cut off
@@ -46,7 +46,7 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
         told = ", ".join(f"{name} = {value}" for name, value in phase.settings().items())
         console.print(f"from step {phase.from_step}: {told}", highlight=False)
     console.print(prepared.groups.table(), highlight=False, soft_wrap=True)
-    held = state_bytes(prepared.method, prepared.weights, prepared.settings)
+    held = state_bytes(prepared.method, prepared.weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
     console.print(f"optimizer state per worker: {human_bytes(held.total())} ({parts})\n", highlight=False)
 

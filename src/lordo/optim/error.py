@@ -1,0 +1,103 @@
+"""What projection dropped so far, E (m, n), held in one of several forms.
+
+Which one is told by the keys and dtypes of a parameter's state:
+
+    error, in the dtype of the computation   E itself
+    error, and error_projection (r, n)       S = E + Q h, and h: see below
+    error in bfloat16                        E, rounded
+    error in int8, and error_scale (1, n)    E, in 127 steps on either side of zero, their size one for each column
+
+While a basis Q stays, QᵀE = 0: E is the sum of the gradients less its projection. Keeping the sum S and its coordinates h = QᵀS apart
+saves, at every step, the product with Q that takes the projection out; E = S − Q h is formed when somebody needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lordo.lowrank import canonical, canonical_shape
+from lordo.optim.blocks import column_blocks
+from lordo.optim.rounding import store_, store_int8_
+
+ErrorDtype = Literal["float32", "bfloat16", "int8"]
+ERROR_DTYPES: tuple[str, ...] = get_args(ErrorDtype)
+
+State = dict[str, Tensor]
+
+
+def new_error(p: Tensor, *, rank: int, error_dtype: str, apart: bool) -> State:
+    """State of an error that is zero.
+
+    Args:
+        p: the weight. rank: r.
+        error_dtype: "float32" (float64 for a float64 weight), "bfloat16" or "int8".
+        apart: keep S and h, for a basis that stays for many steps; only where nothing is rounded.
+    """
+    columns = canonical_shape(p.shape)[1]
+    if error_dtype == "int8":
+        scale = torch.zeros(1, columns, dtype=torch.float32, device=p.device)
+        return {"error": torch.zeros_like(p, dtype=torch.int8), "error_scale": scale}
+    if error_dtype == "bfloat16":
+        return {"error": torch.zeros_like(p, dtype=torch.bfloat16)}
+    work = torch.promote_types(p.dtype, torch.float32)
+    state = {"error": torch.zeros_like(p, dtype=work)}
+    if apart:
+        state["error_projection"] = torch.zeros(rank, columns, dtype=work, device=p.device)
+    return state
+
+
+def is_rounded(state: State) -> bool:
+    """Whether E is held in fewer bits than it is computed in."""
+    return "error" in state and state["error"].dtype in (torch.bfloat16, torch.int8)
+
+
+def decode(state: State, columns: slice, dtype: torch.dtype) -> Tensor:
+    """Some columns of a rounded E, (m, c): a new tensor."""
+    error = canonical(state["error"])[..., columns].to(dtype)
+    return error.mul_(state["error_scale"][..., columns]) if "error_scale" in state else error
+
+
+def encode_(state: State, columns: slice, error: Tensor) -> None:
+    """Write some columns of a rounded E; `error` (m, c) is overwritten."""
+    target, place = canonical(state["error"])[..., columns], int(state["step"]) + (columns.start or 0)
+    if "error_scale" in state:
+        store_int8_(target, state["error_scale"][..., columns], error, place)
+    else:
+        store_(target, error, place)
+
+
+def settle_(state: State) -> None:
+    """E = S − Q h and h = 0: from here to the next step `error` is E itself."""
+    if "error_projection" in state:
+        canonical(state["error"]).addmm_(state["basis"], state["error_projection"], alpha=-1)
+        state["error_projection"].zero_()
+
+
+def error_of(state: State) -> Tensor:
+    """A copy of E in the weight's own shape, whatever its form; the state stays as it is, to the bit."""
+    if not is_rounded(state):
+        whole = state["error"].clone()
+        if "error_projection" in state:
+            canonical(whole).addmm_(state["basis"], state["error_projection"], alpha=-1)
+        return whole
+    whole = torch.empty_like(state["error"], dtype=torch.float32)
+    for columns in column_blocks(canonical(whole)):
+        canonical(whole)[:, columns].copy_(decode(state, columns, torch.float32))
+    return whole
+
+
+def take_error_(state: State) -> Tensor:
+    """E in the weight's own shape, to be changed and given back: the state's own memory where nothing is rounded, else a copy."""
+    settle_(state)
+    return error_of(state) if is_rounded(state) else state["error"]
+
+
+def give_error_(state: State, error: Tensor) -> None:
+    """Write an E that came from `take_error_`; it is overwritten where E is rounded."""
+    if error is state["error"]:
+        return
+    for columns in column_blocks(canonical(error)):
+        encode_(state, columns, canonical(error)[:, columns])
