@@ -44,6 +44,7 @@ class DistributedOptimizer(LowRankAdam):
     Attributes:
         workers: the Comm, which counts bytes and seconds.
         report: what the last synchronisation did.
+        local_step_hooks: called after each local step, before anything is sent: there a worker still has its own weights.
 
     Raises:
         ValueError, TypeError: a setting or parameter that cannot be used. At the first step also when workers disagree in
@@ -61,6 +62,7 @@ class DistributedOptimizer(LowRankAdam):
     def _attach(self, comm: Comm) -> None:
         self.workers = comm
         self.report = SyncReport(step=0)
+        self.local_step_hooks: list[Callable[[], None]] = []
         self._num_workers = comm.size
         self._agreed = False
         self._gradients_averaged = False
@@ -130,6 +132,8 @@ class DistributedOptimizer(LowRankAdam):
         for group in self.param_groups:
             group["started"] = True
         self.local_step()
+        for hook in self.local_step_hooks:
+            hook()
         for rule in self.after:
             rule(self, self.workers, number)
         if self.report.step == number and self.report.averaged:
@@ -238,6 +242,11 @@ class DistributedOptimizer(LowRankAdam):
     def left_out_in_a_row(self) -> int:
         """How many averages before now left this worker's share out without a break."""
         return int(self.param_groups[0]["left_out_in_a_row"])
+
+    @property
+    def round_steps(self) -> int:
+        """K, steps between two averages of the parameters; 1 where gradients are averaged at every step."""
+        return 1 if self.method.averages_gradients else int(self.param_groups[0]["sync_every"])
 
     @property
     def steps_to_next_sync(self) -> int:

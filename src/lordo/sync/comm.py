@@ -42,10 +42,12 @@ class Comm(ABC):
         size: number of workers M.
         moved: per tag, what collectives moved; `bytes_sent` turns it into bytes.
         seconds: per tag, seconds spent (waiting included, except where workers share one process and take turns).
+        at_once: workers that compute at the same time in this process, and whose seconds add up.
     """
 
     rank: int
     size: int
+    at_once: int = 1
 
     def __init__(self, rank: int, size: int) -> None:
         """Worker `rank` of `size`, nothing sent yet."""

@@ -102,6 +102,7 @@ class _Thread(Comm):
         super().__init__(rank, room.size)
         self._room = room
         self.seconds = room.seconds
+        self.at_once = min(room.at_once, room.size)
 
     def transfer(self) -> AbstractContextManager[None]:
         """Nothing to time: communication is counted where the workers meet, without the waiting for a turn."""

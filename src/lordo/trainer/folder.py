@@ -56,9 +56,11 @@ class RunFolder:
         (self.path / "summary.json").write_text(json.dumps(jsonable(asdict(summary)), indent=2) + "\n", encoding="utf-8")
 
 
-def jsonable(values: dict[str, Any]) -> dict[str, Any]:
-    """Values with None for the numbers that JSON lacks: NaN and the infinities."""
-    return {name: finite_or_none(value) if isinstance(value, float) else value for name, value in values.items()}
+def jsonable(value: Any) -> Any:
+    """A value with None for the numbers that JSON lacks, NaN and the infinities, also inside dicts."""
+    if isinstance(value, dict):
+        return {name: jsonable(each) for name, each in value.items()}
+    return finite_or_none(value) if isinstance(value, float) else value
 
 
 def finite_or_none(value: float) -> float | None:

@@ -22,6 +22,7 @@ from lordo.sync import Comm, Solo
 from lordo.trainer.config import DataConfig, RunConfig
 from lordo.trainer.data import VOCABULARY, Splits, load_blocks, spread
 from lordo.trainer.evaluate import Evaluation, evaluate
+from lordo.trainer.measure import Measure, SyncMeasures
 from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
 from lordo.trainer.shard import Shard
@@ -58,6 +59,7 @@ class Progress:
         validation_loss, perplexity: of the averaged model, where it was evaluated.
         overlap: of the bases before and after the last refresh. overlap_with_first: of the bases now and the first ones.
         kept_bases: weights whose basis the last refresh left alone.
+        sync: what the last synchronisation since the last record did.
     """
 
     step: int
@@ -78,6 +80,7 @@ class Progress:
     overlap: float | None = None
     overlap_with_first: float | None = None
     kept_bases: list[str] = field(default_factory=list)
+    sync: SyncMeasures | None = None
 
 
 @dataclass
@@ -205,28 +208,38 @@ class _Loop:
         self.first_bases: list[torch.Tensor] = []
         self.began = self.logged_at = time.perf_counter()
         self.logged_step = 0
+        self.measure = Measure(optimizer, self.is_told)
 
     def run(self, validation: torch.Tensor) -> Outcome:
         """All steps, then the final average and evaluation."""
-        steps, eval_every = self.config.train.steps, self.config.train.eval_every
+        steps = self.config.train.steps
         evaluation = None
         for step in range(1, steps + 1):
             self.optimizer.change_settings(**changes_at(step, self.config))
             lr = float(self.optimizer.param_groups[0]["lr"])
             loss, norm = self.step()  # tensors: reading them would make a GPU wait
+            self.measure.stepped(step)
             if step == 1:
                 self.first_bases = [basis.clone() for basis in self.bases()]
             last = step == steps
             if last:
                 self.optimizer.average_parameters()
-            due = last or (eval_every is not None and step % eval_every == 0)
-            evaluation = self.evaluate(validation) if due else None
-            if due or step % self.config.train.log_every == 0 or step == 1:
+            evaluation = self.evaluate(validation) if self.is_evaluated(step) else None
+            if self.is_told(step):
                 self.log(step, loss, norm, lr, evaluation)
         assert evaluation is not None
         seconds = time.perf_counter() - self.began
         skipped, left_out = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
         return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the averaged model is evaluated after a step."""
+        every = self.config.train.eval_every
+        return step == self.config.train.steps or (every is not None and step % every == 0)
+
+    def is_told(self, step: int) -> bool:
+        """Whether a step has a line in the log."""
+        return step == 1 or step % self.config.train.log_every == 0 or self.is_evaluated(step)
 
     def lost(self) -> tuple[int, int]:
         """Steps that this worker skipped, and averages that left it out, because its numbers were not finite."""
@@ -291,6 +304,7 @@ class _Loop:
                     left_out=sum(left_out for *_, left_out in notes),
                     validation_loss=evaluation.loss if evaluation else None,
                     perplexity=evaluation.perplexity if evaluation else None,
+                    sync=self.measure.take(),
                     **self.about_bases(),
                 )
             )

@@ -1,0 +1,156 @@
+"""What a synchronisation did, measured where it is told: some numbers of each worker, gathered once; nothing at other steps."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from lordo.lowrank import canonical, project
+from lordo.optimizer import DistributedOptimizer
+from lordo.sync.wire import sent_bytes
+
+# Weights whose values are compared between workers: enough to know a distance to about one percent.
+SAMPLED_WEIGHTS = 4096
+# What is timed beside compute; in one process all but communication runs side by side, and its seconds add up.
+TIMED = ("basis refresh", "communication", "evaluation")
+
+
+@dataclass
+class SyncMeasures:
+    """One synchronisation, and the round of steps that it ends; the field `sync` of a line of `metrics.jsonl`.
+
+    Attributes:
+        step: t, the step after which it ran.
+        seconds: of the round, by phase: compute, basis refresh, communication, evaluation.
+        bytes_sent: in the round, per worker and kind.
+        gradient_share: ‖QᵀG‖² / ‖G‖² over all low-rank weights and workers: how much of the gradient the basis held.
+        error_norm: ‖E‖ over all low-rank weights, root mean square over workers: what projection has dropped and kept so far.
+        spread: how far the workers' weights were from their mean (root mean square), as a share of how far the mean had moved in
+            the round; over a sample of weights. 0 where all move alike.
+    """
+
+    step: int
+    seconds: dict[str, float]
+    bytes_sent: dict[str, int]
+    gradient_share: float | None
+    error_norm: float | None
+    spread: float | None
+
+
+@dataclass
+class _Note:
+    """What a worker has seen between its local step and the synchronisation."""
+
+    inside: float
+    whole: float
+    error: float | None
+    weights: Tensor
+
+
+class Measure:
+    """Looks at a worker's optimizer between the local step and the synchronisation, at those synchronisations that are told.
+
+    Args:
+        optimizer: of this worker. is_told: whether a step has a line in the log; the same on every worker.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer, is_told: Callable[[int], bool]) -> None:
+        """Note where weights and counters stand."""
+        self.optimizer, self.is_told = optimizer, is_told
+        self.latest: SyncMeasures | None = None
+        self._members = [p for _, p, _ in optimizer.named_members()]
+        total = sum(p.numel() for p in self._members)
+        self._places = [_places(i, p.numel(), total) for i, p in enumerate(self._members)]
+        self._note: _Note | None = None
+        optimizer.local_step_hooks.append(self._look)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._start = self._sample()
+        self._moved = Counter(self.optimizer.workers.moved)
+        self._seconds = {kind: self._seconds_of(kind) for kind in TIMED}
+        self._began = time.perf_counter()
+
+    def _seconds_of(self, kind: str) -> float:
+        workers = self.optimizer.workers
+        return workers.seconds[kind] / (1 if kind == "communication" else workers.at_once)
+
+    def _sample(self) -> Tensor:
+        """The sampled weights, (about SAMPLED_WEIGHTS,) float32 on the CPU."""
+        return torch.cat(
+            [p.detach().view(-1)[places.to(p.device)].float().cpu() for p, places in zip(self._members, self._places, strict=True)]
+        )
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step synchronises, and is the last to do so before the next line of the log."""
+        every = self.optimizer.round_steps
+        return step % every == 0 and any(self.is_told(later) for later in range(step, step + every))
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        if not self._is_due(self.optimizer.steps_taken):
+            return
+        inside = whole = 0.0
+        errors: list[Tensor] = []
+        for p in self._members:
+            state = self.optimizer.state[p]
+            if "basis" not in state or p.grad is None:
+                continue
+            gradient = canonical(p.grad).to(state["basis"].dtype)
+            whole += float(gradient.square().sum())
+            inside += float(project(state["basis"], gradient).square().sum())
+            errors += [state["error"].square().sum()] if "error" in state else []
+        self._note = _Note(inside, whole, float(sum(errors)) if errors else None, self._sample())
+
+    def stepped(self, step: int) -> None:
+        """After optimizer step t: gather what the workers saw, if it is told; and begin a new round, if this step ended one."""
+        if self._note is not None:
+            notes: list[_Note] = self.optimizer.workers.gather(self._note)
+            self._note = None
+            self.latest = self._measures(step, notes)
+        if step % self.optimizer.round_steps == 0:
+            self._begin_round()
+
+    def _measures(self, step: int, notes: list[_Note]) -> SyncMeasures:
+        workers = self.optimizer.workers
+        seconds = {kind: self._seconds_of(kind) - self._seconds[kind] for kind in TIMED}
+        compute = time.perf_counter() - self._began - sum(seconds.values())
+        moved = {tag: amount - self._moved[tag] for tag, amount in workers.moved.items() if tag != "evaluation"}
+        whole = sum(note.whole for note in notes)
+        errors = [note.error for note in notes if note.error is not None]
+        return SyncMeasures(
+            step=step,
+            seconds={"compute": max(compute, 0.0), **seconds},
+            bytes_sent={tag: sent_bytes(amount, workers.size) for tag, amount in sorted(moved.items()) if amount},
+            gradient_share=sum(note.inside for note in notes) / whole if whole else None,
+            error_norm=mean(errors) ** 0.5 if errors else None,
+            spread=_spread([note.weights for note in notes], self._start),
+        )
+
+    def take(self) -> SyncMeasures | None:
+        """The synchronisation since the last call, if there was one."""
+        latest, self.latest = self.latest, None
+        return latest
+
+
+def _places(number: int, numel: int, total: int) -> Tensor:
+    """Places of the sampled elements of parameter `number`, the same on every worker: its share of the sample, at least one."""
+    count = min(numel, max(1, SAMPLED_WEIGHTS * numel // total))
+    if count == numel:
+        return torch.arange(numel)
+    return torch.randint(numel, (count,), generator=torch.Generator().manual_seed(number))
+
+
+def _spread(weights: list[Tensor], start: Tensor) -> float | None:
+    """See `SyncMeasures.spread`; None for a worker alone, or where nothing moved."""
+    stacked = torch.stack(weights).double()
+    center = stacked.mean(dim=0)
+    moved = float((center - start.double()).norm())
+    apart = float((stacked - center).square().sum(dim=1).mean().sqrt())
+    return apart / moved if len(weights) > 1 and moved else None
