@@ -1,4 +1,4 @@
-"""What is told of a synchronisation: equal to numbers worked out by hand, at told synchronisations only, and without a trace in the training."""
+"""What is told of a synchronisation: the numbers worked out by hand, where it is told only, and without a trace in the training."""
 
 import math
 
