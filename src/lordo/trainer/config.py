@@ -224,6 +224,9 @@ class TrainConfig(Settings):
     precision: Literal["float32", "bfloat16-autocast", "bfloat16"] = "float32"
     """"bfloat16-autocast" computes in bfloat16 with float32 weights; "bfloat16" keeps the weights in it too, beside a float32 anchor."""
 
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where the log goes besides `metrics.jsonl`: TensorBoard (into the run's folder), W&B (project lordo; WANDB_MODE as always)."""
+
     threads: Count | None = None
     """CPU threads of each process; None leaves the choice to torch."""
 

@@ -18,9 +18,9 @@ from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
 from lordo.trainer.models import drops_out
-from lordo.trainer.progress import ProgressLine
 from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary
+from lordo.trainer.trackers import check_installed, observed
 
 TIMEOUT = timedelta(minutes=10)
 Made = TypeVar("Made")
@@ -60,9 +60,9 @@ def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, k
     def work(workers: Comm) -> Outcome:
         comms.append(workers)
         torch.set_num_threads(threads)
-        return train(prepared, workers, terminal if workers.rank == 0 else None)
+        return train(prepared, workers, observer if workers.rank == 0 else None)
 
-    with ProgressLine(console, folder, prepared.config) as terminal:
+    with observed(console, folder, prepared.config) as observer:
         outcomes = simulate(work, prepared.config.workers, at_once=at_once)
     comm = min(comms, key=lambda workers: workers.rank)
     summary = summarize(prepared, outcomes[0], comm, at_once=at_once)
@@ -114,8 +114,8 @@ def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
     if folder is None:
         train(prepared, workers)
         return None
-    with ProgressLine(console, folder, config) as terminal:
-        outcome = train(prepared, workers, terminal)
+    with observed(console, folder, config) as observer:
+        outcome = train(prepared, workers, observer)
     summary = summarize(prepared, outcome, workers, at_once=None)
     folder.finish(summary, outcome.model)
     _tell_end(summary, folder, console)
@@ -131,6 +131,7 @@ def _checked(make: Callable[[], Made]) -> Made:
 
 
 def _begin(prepared: Prepared, console: Console) -> RunFolder:
+    _checked(lambda: check_installed(prepared.config.train.trackers))
     print_prepared(prepared, console)
     return _checked(lambda: RunFolder(prepared.config))
 
