@@ -32,7 +32,7 @@ def test_numbers_are_those_worked_out_by_hand():
 
         def look():
             seen["weights"] = [p.detach().clone() for p in params]
-            seen["error"] = sum(float(optimizer.state[p]["error"].square().sum()) for p in params[:2])
+            seen["error"] = sum(float(optimizer.error_of(p).square().sum()) for p in params[:2])
 
         optimizer.local_step_hooks.append(look)
         optimizer.step()

@@ -15,6 +15,7 @@ USAGE = """usage: lordo COMMAND …
   train RECIPE --help                        every setting of a recipe, with its default and what it means
   compare RECIPE [--methods A,B …]           several methods on the same model and text: table, figures, report
   plan RECIPE [--workers M --bandwidth B]    what every method would send, hold and take; runs nothing
+  report RUN [RUN …]                         figures and one HTML page of runs, also while they go on
   eval RUN [TEXT …]                          perplexity and bits per byte of a finished run
   generate RUN TEXT                          how a finished run's model goes on with a text
   export RUN FOLDER                          model and tokenizer as transformers opens them
@@ -83,6 +84,12 @@ def _compare(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     from lordo.trainer.plan import main
+
+    return _guarded(main, arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from lordo.trainer.report import main
 
     return _guarded(main, arguments)
 
@@ -156,6 +163,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "compare": _compare,
     "plan": _plan,
+    "report": _report,
     "eval": _eval,
     "generate": _generate,
     "export": _export,

@@ -48,13 +48,13 @@ def _curves(rows: Sequence[Row], file: Path, xlabel: str, place: Any, *, log: bo
     figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
     for i, row in enumerate(rows):
         steps, losses = mean_curve(row, "validation_loss")
-        axes.plot(place(row, steps), losses, label=row.label, **_style(i))
+        axes.plot(place(row, steps), losses, label=row.label, **line_style(i))
     if log and all(row.finished[0].sent for row in rows):
         axes.set_xscale("log")
     axes.set(xlabel=xlabel, ylabel="validation loss (nats per token)")
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
-    return _save(figure, file)
+    return save(figure, file)
 
 
 def _seconds(row: Row, steps: Sequence[int], link: str) -> list[float]:
@@ -70,11 +70,11 @@ def _overlap(rows: Sequence[Row], file: Path) -> Path:
     for i, row in enumerate(rows):
         steps, overlaps = mean_curve(row, "overlap_with_first")
         if steps:
-            axes.plot(steps, overlaps, label=row.label, **_style(i))
+            axes.plot(steps, overlaps, label=row.label, **line_style(i))
     axes.set(xlabel="step", ylabel="overlap with the first basis", ylim=(0, 1.05))
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
-    return _save(figure, file)
+    return save(figure, file)
 
 
 def _memory(rows: Sequence[Row], file: Path) -> Path:
@@ -90,7 +90,7 @@ def _memory(rows: Sequence[Row], file: Path) -> Path:
     axes.invert_yaxis()
     axes.set(xlabel="MB of optimizer state per worker")
     figure.legend(fontsize="small", loc="outside right upper")
-    return _save(figure, file)
+    return save(figure, file)
 
 
 def _varied(rows: Sequence[Row], file: Path) -> Path:
@@ -99,20 +99,21 @@ def _varied(rows: Sequence[Row], file: Path) -> Path:
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         own = [row for row in rows if row.method == method and row.variant]
         values = [str(row.variant[0][1]) for row in own]
-        axes.errorbar(values, [row.perplexity for row in own], [row.spread for row in own], label=method, capsize=3, **_style(i))
+        axes.errorbar(values, [row.perplexity for row in own], [row.spread for row in own], label=method, capsize=3, **line_style(i))
     names = ", ".join(name for name, _ in next(row.variant for row in rows if row.variant))
     axes.set(xlabel=names, ylabel="validation perplexity")
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
-    return _save(figure, file)
+    return save(figure, file)
 
 
-def _style(i: int) -> dict[str, Any]:
+def line_style(i: int) -> dict[str, Any]:
     """Colour, marker and dash of line number i: told apart without colour too."""
     return {"color": f"C{i % 10}", "marker": "osD^vP*Xph"[i % 10], "linestyle": ("-", "--")[i // 10 % 2], "markersize": 4}
 
 
-def _save(figure: Any, file: Path) -> Path:
+def save(figure: Any, file: Path) -> Path:
+    """Write a figure, and let go of it."""
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
     return file

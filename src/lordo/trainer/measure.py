@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lordo.lowrank import canonical, project
 from lordo.optimizer import DistributedOptimizer
-from lordo.sync.wire import sent_bytes
+from lordo.sync.wire import sent_bytes, wire_dtype
 
 # Weights whose values are compared between workers: enough to know a distance to about one percent.
 SAMPLED_WEIGHTS = 4096
@@ -102,10 +102,10 @@ class Measure:
             state = self.optimizer.state[p]
             if "basis" not in state or p.grad is None:
                 continue
-            gradient = canonical(p.grad).to(state["basis"].dtype)
+            gradient = canonical(p.grad).to(wire_dtype(p.dtype))
             whole += float(gradient.square().sum())
-            inside += float(project(state["basis"], gradient).square().sum())
-            errors += [state["error"].square().sum()] if "error" in state else []
+            inside += float(project(state["basis"].to(gradient.dtype), gradient).square().sum())
+            errors += [self.optimizer.error_of(p).square().sum()] if "error" in state else []
         self._note = _Note(inside, whole, float(sum(errors)) if errors else None, self._sample())
 
     def stepped(self, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,8 @@ from rich.console import Console
 from lordo.trainer.compare import Row, modelled_seconds
 from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import finite_or_none
+from lordo.trainer.html_parts import page, pictures
+from lordo.trainer.html_parts import table as html_table
 from lordo.trainer.recipe import dumps
 from lordo.trainer.summary import Summary
 from lordo.trainer.terminal import human_bytes, plain_table
@@ -24,18 +25,6 @@ same weights and reads the same text. Bytes sent are counted per worker: a ring 
 broadcast (M−1)/M · N on average. Modelled seconds are one worker's compute as measured here plus its bytes over the link; latency
 and overlap are left out.
 * at a learning rate: it lies on the edge of those tried, so a better one may lie beyond."""
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child { text-align: left }
-figure { margin: 2rem 0 }
-figcaption { font-weight: 600 }
-img { max-width: 100% }
-pre { background: #f6f6f6; padding: 1rem; overflow: auto }
-.failed { color: #a00 }
-"""
 
 
 def table_cells(rows: Sequence[Row], links: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -86,20 +75,14 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def write_page(rows: Sequence[Row], links: Sequence[str], figures: Mapping[str, Path], config: RunConfig, file: Path) -> None:
     """One HTML file that needs nothing else: table, figures, every learning rate tried, settings, machine."""
-    header, body = table_cells(rows, links)
-    pictures = "\n".join(
-        f"<figure><figcaption>{html.escape(caption)}</figcaption>"
-        f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
-        for caption, path in figures.items()
-    )
+    header, cells = table_cells(rows, links)
     failed = "".join(f'<p class="failed">{html.escape(line)}</p>' for line in failures(rows))
-    file.write_text(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(config.name)}</title><style>{STYLE}</style>\n"
-        f"<h1>{html.escape(config.name)}</h1>\n{_intro(rows)}\n{_html_table(header, body)}\n{failed}<p>{html.escape(NOTES)}</p>\n"
-        f"{pictures}\n<h2>Learning rates tried</h2>\n{_html_table(['method', 'lr: perplexity at the first seed'], _tried(rows))}\n"
-        f"<h2>Settings of the recipe</h2><pre>{html.escape(dumps(config))}</pre>\n{_environment(rows)}</html>\n",
-        encoding="utf-8",
+    body = (
+        f"{_intro(rows)}\n{html_table(header, cells)}\n{failed}<p>{html.escape(NOTES)}</p>\n"
+        f"{pictures(figures)}\n<h2>Learning rates tried</h2>\n{html_table(['method', 'lr: perplexity at the first seed'], _tried(rows))}\n"
+        f"<h2>Settings of the recipe</h2><pre>{html.escape(dumps(config))}</pre>\n{_environment(rows)}"
     )
+    file.write_text(page(config.name, body), encoding="utf-8")
 
 
 def _intro(rows: Sequence[Row]) -> str:
@@ -124,12 +107,6 @@ def _environment(rows: Sequence[Row]) -> str:
     summary = _first(rows)
     lines = [] if summary is None else [f"{name}: {value}" for name, value in summary.environment.items()]
     return f"<h2>Machine</h2><pre>{html.escape(chr(10).join(lines))}</pre>"
-
-
-def _html_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in body)
-    return f"<table><tr>{head}</tr>{lines}</table>"
 
 
 def write_results(rows: Sequence[Row], file: Path) -> None:
