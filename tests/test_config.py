@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lordo.suggest import SHOWN, nearest, unknown
-from lordo.trainer.config import BatchConfig, ConfigError, DataConfig, MethodConfig, ModelConfig, PhaseConfig, RunConfig, TrainConfig
+from lordo.trainer.config import (
+    BatchConfig,
+    ConfigError,
+    DataConfig,
+    MethodConfig,
+    MixConfig,
+    ModelConfig,
+    PhaseConfig,
+    RunConfig,
+    TrainConfig,
+)
 from lordo.trainer.recipe import dump, dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -91,7 +101,7 @@ def test_whole_numbers_are_numbers_but_not_the_other_way(tmp_path):
 
 
 def test_every_setting_has_a_docstring():
-    tables = [RunConfig, ModelConfig, DataConfig, BatchConfig, MethodConfig, PhaseConfig, TrainConfig]
+    tables = [RunConfig, ModelConfig, DataConfig, MixConfig, BatchConfig, MethodConfig, PhaseConfig, TrainConfig]
     assert [f"{table.__name__}.{name}" for table in tables for name, field in table.model_fields.items() if not field.description] == []
 
 
@@ -112,10 +122,10 @@ def test_the_recipes_are_read(path):
         ("[method]", "[methods]", "there is no setting 'methods'; did you mean 'method'?"),
         ("steps = 400", "steps = 400\nlr = 1.0", "[train] has no setting 'lr'; it belongs to [method]"),
         ("rank = 16", "seed = 1", "[method] has no setting 'seed'; it belongs above the first table"),
-        ('source = "stdlib"', 'source = "stdlib"\nxyz = 1', "[data] has no setting 'xyz'; the settings are: max_bytes, "),
+        ('source = "stdlib"', 'source = "stdlib"\nxyz = 1', "[data] has no setting 'xyz'; the settings are: corpus, max_bytes, "),
         ("lr = 6e-3", "", "[method] lacks the setting 'lr'; add it: Peak learning rate of the local step."),
         ('name = "trial"', "", "it lacks the setting 'name'; add it: Name of the run"),
-        ('[data]\nsource = "stdlib"', "", "the table [data] is missing; add it, with: source"),
+        ('[data]\nsource = "stdlib"', "", "the table [data] is missing; add it, with some of: corpus, "),
         ("lr = 6e-3", "lr = -1", "[method] lr = -1, but it should be greater than 0"),
         ("lr = 6e-3", "lr = nan", "[method] lr = nan, but it should be a finite number"),
         ("lr = 6e-3", 'lr = "6e-3"', '[method] lr = "6e-3", but it should be a valid number'),
@@ -156,6 +166,9 @@ def test_the_recipes_are_read(path):
         ),
         ("steps = 400", "steps = 0", "[train] steps = 0, but it should be at least 1"),
         ("steps = 400", "steps = 10", "[train] warmup_steps = 20 is more than steps = 10: lower warmup_steps or train for more"),
+        ('source = "stdlib"', 'corpus = "c"\n[[data.mix]]\nsorce = "x"', "[data.mix[0]] has no setting 'sorce'; did you mean 'source'?"),
+        ('source = "stdlib"', 'corpus = "c"\n[[data.mix]]\nsource = "x"\nweight = 0', "[data.mix[0]] weight = 0, but it should be greater"),
+        ('source = "stdlib"', '[[data.mix]]\nsource = "x"', "[data] [[data.mix]] needs corpus, the folder for its tokens"),
         ('"stdlib"', "7", "[data] source = 7, but it should be 'stdlib' or a valid list"),
         ('"stdlib"', '["a", 7]', "[data] source[1] = 7, but it should be a valid string"),
         ('"stdlib"', "[]", "[data] source = [], but it should be 'stdlib' or should have at least 1 item, not 0"),
@@ -262,6 +275,9 @@ trains = st.integers(99, 2**62).flatmap(
 )
 
 
+mixes = st.builds(MixConfig, source=text.filter(bool), subset=maybe(text), weight=positive)
+
+
 def phases(first_steps: list[int]):
     """Phases that begin at these steps, each changing something."""
     changes = st.fixed_dictionaries({"omega": fractions}, optional={"betas": st.tuples(decays, decays), "lr": positive})
@@ -275,7 +291,8 @@ runs = st.builds(
     workers=counts,
     output=text.filter(bool),
     model=st.builds(ModelConfig, config=st.dictionaries(text, scalars)),
-    data=st.builds(DataConfig, source=st.just("stdlib") | st.lists(text, min_size=1), max_bytes=maybe(counts)),
+    data=st.builds(DataConfig, source=st.just("stdlib") | st.lists(text, min_size=1), max_bytes=maybe(counts))
+    | st.builds(DataConfig, mix=st.lists(mixes, min_size=1, max_size=3), corpus=text.filter(bool), tokenizer=text),
     batch=st.builds(BatchConfig, per_worker_sequences=counts),
     method=methods,
     phase=st.just([]) | st.lists(st.integers(2, 99), min_size=1, unique=True).map(sorted).flatmap(phases),

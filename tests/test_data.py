@@ -149,24 +149,25 @@ def test_one_file_cannot_be_split(tmp_path):
 def test_the_blocks_are_the_documents_with_separators(tmp_path):
     splits = load_blocks(config(novels(tmp_path), validation_fraction=0.3), seed=1)
     train, validation = split(list_files([str(tmp_path)]), fraction=0.3, seed=1)
-    for side, got, num_bytes in ((train, splits.train, splits.train_bytes), (validation, splits.validation, splits.validation_bytes)):
+    trained, kept = (train, splits.train[0].blocks, splits.train_bytes), (validation, splits.validation, splits.validation_bytes)
+    for side, got, num_bytes in (trained, kept):
         stream = b"".join(file.path.read_bytes() + b"\0" for file in side)
         assert bytes(got.flatten().tolist()) == stream[: len(stream) // 8 * 8]
         assert num_bytes == len(stream) - len(side)
         assert got.dtype == torch.uint8
         assert got.shape[1] == 8
-    assert (splits.num_train_files, splits.num_validation_files) == (len(train), len(validation))
+    assert (splits.num_train_documents, splits.num_validation_documents) == (len(train), len(validation))
 
 
 def test_no_file_has_text_on_both_sides(tmp_path):
     splits = load_blocks(config(novels(tmp_path), validation_fraction=0.4), seed=2)
-    assert set(splits.train.unique().tolist()) & set(splits.validation.unique().tolist()) == {0}
+    assert set(splits.train[0].blocks.unique().tolist()) & set(splits.validation.unique().tolist()) == {0}
 
 
 def test_any_bytes_are_read_as_utf8_and_line_ends_as_newlines(tmp_path):
     tree(tmp_path, {"a.txt": b"caf\xe9\r\nx", "b.txt": "na\u00efve"})
     splits = load_blocks(config(tmp_path, sequence_length=2), seed=0)
-    read = bytes(torch.cat([splits.train.flatten(), splits.validation.flatten()]).tolist())
+    read = bytes(torch.cat([splits.train[0].blocks.flatten(), splits.validation.flatten()]).tolist())
     assert "caf\ufffd\nx".encode() in read
     assert "na\u00efve".encode() in read
 
@@ -175,8 +176,8 @@ def test_names_with_wildcards_are_only_names(tmp_path):
     tree(tmp_path, {"a[1]*?.txt": "AAAAAAAAA", "a1x.txt": "BBBBBBBBB", "__d/.e/c.txt": "CCCCCCCCC"})
     files = [tmp_path / "a[1]*?.txt", tmp_path / "a1x.txt", tmp_path / "__d" / ".e" / "c.txt"]
     splits = load_blocks(config(*files), seed=0)
-    assert splits.num_train_files + splits.num_validation_files == 3
-    assert set(torch.cat([splits.train, splits.validation]).unique().tolist()) == set(b"ABC\0")
+    assert splits.num_train_documents + splits.num_validation_documents == 3
+    assert set(torch.cat([splits.train[0].blocks, splits.validation]).unique().tolist()) == set(b"ABC\0")
 
 
 def test_the_same_bits_in_any_process(tmp_path):
@@ -186,24 +187,25 @@ def test_the_same_bits_in_any_process(tmp_path):
         "import sys, hashlib; from lordo.trainer.config import DataConfig; "
         "from lordo.trainer.data import load_blocks; from lordo.trainer.shard import Shard; "
         "s = load_blocks(DataConfig(source=[sys.argv[1]], sequence_length=8), 3); "
-        "print(hashlib.sha256(s.train.numpy().tobytes() + Shard(s.train, 1, 3, 7).batch(5, 40).numpy().tobytes()).hexdigest())"
+        "train = s.train[0].blocks; batch = Shard(train, 1, 3, 7).batch(5, 40); "
+        "print(hashlib.sha256(train.numpy().tobytes() + batch.numpy().tobytes()).hexdigest())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True)
-    bits = here.train.numpy().tobytes() + Shard(here.train, 1, 3, 7).batch(5, 40).numpy().tobytes()
+    bits = here.train[0].blocks.numpy().tobytes() + Shard(here.train[0].blocks, 1, 3, 7).batch(5, 40).numpy().tobytes()
     assert there.stdout.strip() == hashlib.sha256(bits).hexdigest()
 
 
 def test_a_cache_is_used_only_while_the_text_is_the_same(tmp_path):
     text, cache = novels(tmp_path / "text"), tmp_path / "cache"
     first, second = (load_blocks(config(text), 0, cache) for _ in range(2))
-    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.train[0].blocks, second.train[0].blocks)
     assert list(cache.rglob("*.arrow"))
     for path in text.iterdir():
         path.write_text(path.read_text().lower())
         os.utime(path, (2e9, 2e9))
     third = load_blocks(config(text), 0, cache)
-    assert bytes(third.train.flatten().tolist()) == bytes(first.train.flatten().tolist()).lower()
+    assert bytes(third.train[0].blocks.flatten().tolist()) == bytes(first.train[0].blocks.flatten().tolist()).lower()
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -310,13 +312,13 @@ def test_global_random_numbers_are_untouched(tmp_path):
     torch.manual_seed(0)
     np.random.seed(0)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    Shard(load_blocks(config(tmp_path), 0).train, 0, 2, 0).batch(3, 100)
+    Shard(load_blocks(config(tmp_path), 0).train[0].blocks, 0, 2, 0).batch(3, 100)
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], numpy_before)
 
 
 def test_fewer_blocks_than_workers():
-    with pytest.raises(ValueError, match=r"3 blocks \(9 bytes of training text in all\) are too few for 4 workers; lower workers or "):
+    with pytest.raises(ValueError, match=r"3 blocks \(9 tokens of training text in all\) are too few for 4 workers; lower workers or "):
         Shard(numbered(3), 0, 4, 0)
 
 

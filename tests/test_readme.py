@@ -49,6 +49,33 @@ def runs(tmp_path_factory) -> Path:
     return folder / "runs"
 
 
+SMALL = [
+    "--model.config.vocab_size",
+    "512",
+    "--data.sequence_length",
+    "32",
+    "--batch.per_worker_sequences",
+    "1",
+    "--train.warmup_steps",
+    "5",
+]
+
+
+def write_texts(folder: Path) -> None:
+    """Four files of English and Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("README.md", "CONTRIBUTING.md", "src/lordo/optimizer.py", "src/lordo/lowrank.py"):
+        shutil.copy(ROOT / name, folder)
+
+
+def prepare_texts(folder: Path) -> None:
+    """What the command before this one does."""
+    write_texts(folder / "path" / "to" / "texts")
+    (command,) = [c for c in COMMANDS if c.startswith("lordo prepare")]
+    done = run([word.replace("8192", "512") for word in installed(command)] + SMALL, folder)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[0] in ("lordo", "torchrun", "python")])
 def test_command_runs(command, tmp_path, runs):
@@ -57,6 +84,11 @@ def test_command_runs(command, tmp_path, runs):
     if " runs/" in command:
         shutil.copytree(runs, tmp_path / "runs")
     words = installed(command)
+    if "path/to/texts" in command:
+        words = [word.replace("8192", "512") for word in words] + SMALL
+        if "train" in words:
+            prepare_texts(tmp_path)
+        write_texts(tmp_path / "path" / "to" / "texts")
     if "train" in words or "compare" in words:
         words += SHORT
     if "eval" in words:

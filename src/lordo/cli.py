@@ -13,6 +13,7 @@ USAGE = """usage: lordo COMMAND …
 
   train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
   train RECIPE --help                        every setting of a recipe, with its default and what it means
+  prepare RECIPE [--max-tokens N]            tokenize the [[data.mix]] of a recipe, once, before training on it
   compare RECIPE [--methods A,B …]           several methods on the same model and text: table, figures, report
   plan RECIPE [--workers M --bandwidth B]    what every method would send, hold and take; runs nothing
   report RUN [RUN …]                         figures and one HTML page of runs, also while they go on
@@ -74,6 +75,12 @@ def _train(arguments: list[str]) -> int:
         print(f"lordo: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _prepare(arguments: list[str]) -> int:
+    from lordo.trainer.prepare_command import main
+
+    return _guarded(main, arguments)
 
 
 def _compare(arguments: list[str]) -> int:
@@ -161,6 +168,7 @@ def _refuse(sentence: str) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "prepare": _prepare,
     "compare": _compare,
     "plan": _plan,
     "report": _report,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lordo.sync import Comm
 from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.folder import RunFolder
@@ -52,8 +50,8 @@ def _raise_what_any(workers: Comm, complaint: str | None) -> None:
 
 def _settings(prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all processes: every setting, and a fingerprint of the text."""
-    train = prepared.splits.train
-    return {**_flat(prepared.config.model_dump()), "the training text": (int(train.sum(dtype=torch.int64)), len(train))}
+    text = [(part.name, part.fingerprint, len(part.blocks)) for part in prepared.splits.train]
+    return {**_flat(prepared.config.model_dump()), "the training text": text}
 
 
 def _compare(notes: list[dict[str, Any]]) -> None:

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from lordo.methods import Method, find
 from lordo.trainer.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig, UsageError
-from lordo.trainer.data import Splits, load_blocks
 from lordo.trainer.folder import RunFolder, load_summary
 from lordo.trainer.launch import run_in_threads
 from lordo.trainer.loop import outline, pick_device, prepare
 from lordo.trainer.options import read_value
 from lordo.trainer.recipe import load, override
+from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
+from lordo.trainer.text import load_text
 from lordo.trainer.units import bandwidth
 
 # What a comparison sets by itself, and the option for it.
@@ -259,7 +260,7 @@ def _ended(member: Member, summary: Summary) -> Result:
 
 @cache
 def _splits(data: str, seed: int) -> Splits:
-    return load_blocks(DataConfig.model_validate_json(data), seed)
+    return load_text(DataConfig.model_validate_json(data), seed)
 
 
 def _text(data: DataConfig, seed: int) -> Splits:

@@ -47,7 +47,7 @@ def _lacking(loc: Place) -> str:
     field = _fields(table)[str(key)]
     if _is_table(field.annotation):
         needed = [name for name, inner in _fields(loc).items() if inner.is_required()]
-        return f"the table [{_name(loc)}] is missing; add it, with: {listed(needed)}"
+        return f"the table [{_name(loc)}] is missing; add it, with{'' if needed else ' some of'}: {listed(needed or list(_fields(loc)))}"
     owner = f"[{_name(table)}] lacks" if table else "it lacks"
     return f"{owner} the setting {key!r}; add it: {field.description}"
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lordo.trainer.config import DataConfig
+from lordo.trainer.splits import Part, Splits
 
 VOCABULARY = 256
 """A token is a byte of UTF-8 text."""
@@ -49,28 +50,11 @@ class TextFile:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Splits:
-    """The text of a run, cut into blocks.
-
-    train, validation: (num_blocks, sequence_length) uint8; no file has text in both.
-    num_train_files, num_validation_files: files on each side.
-    train_bytes, validation_bytes: bytes of text on each side, separators not counted.
-    """
-
-    train: Tensor
-    validation: Tensor
-    num_train_files: int
-    num_validation_files: int
-    train_bytes: int
-    validation_bytes: int
-
-
 def load_blocks(config: DataConfig, seed: int, cache_dir: str | os.PathLike[str] | None = None) -> Splits:
     """Read the text, split it by file, and cut each side into blocks.
 
     Args:
-        config: what to read, how much of it, and how to cut and split it.
+        config: what to read (`source`), how much of it, and how to cut and split it.
         seed: decides which files are validation files.
         cache_dir: where `datasets` keeps its Arrow copy of the text for the next run; None keeps it for this call only.
 
@@ -78,16 +62,19 @@ def load_blocks(config: DataConfig, seed: int, cache_dir: str | os.PathLike[str]
         ValueError: a source is missing, holds no text, or is not text; or there is too little text for a split or for
             one block of each side.
     """
+    assert config.source is not None
     sides = split(limit(list_files(config.source), config.max_bytes), fraction=config.validation_fraction, seed=seed)
     for file in (file for side in sides for file in side):
-        _check_is_text(file)
+        check_is_text(file, "data.source")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         train, validation = tokens(sides, Path(cache_dir or temporary))
+    train_blocks = blocks(train, config.sequence_length, side="train")
     return Splits(
-        train=blocks(train, config.sequence_length, side="train"),
+        train=(Part("data.source", 1.0, train_blocks, int(train_blocks.sum(dtype=torch.int64))),),
         validation=blocks(validation, config.sequence_length, side="validation"),
-        num_train_files=len(sides[0]),
-        num_validation_files=len(sides[1]),
+        vocabulary=VOCABULARY,
+        num_train_documents=len(sides[0]),
+        num_validation_documents=len(sides[1]),
         train_bytes=len(train) - len(sides[0]),
         validation_bytes=len(validation) - len(sides[1]),
     )
@@ -108,7 +95,7 @@ def list_files(source: str | Sequence[str]) -> list[TextFile]:
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        found = list(_walk(root, suffixes=(".py",), skip=NOT_LIBRARY, skip_beginnings=BUILT))
+        found = list(walk(root, suffixes=(".py",), skip=NOT_LIBRARY, skip_beginnings=BUILT))
     else:
         found = [file for item in source for file in _listed(item)]
     once: dict[Path, TextFile] = {}
@@ -126,20 +113,20 @@ def _listed(item: str) -> list[TextFile]:
         return [TextFile(path, path.name, size)]
     if not path.is_dir():
         raise ValueError(f"data.source: {item!r} does not exist; give a file or folder, as seen from {Path.cwd()}")
-    found = list(_walk(path, suffixes=SUFFIXES))
+    found = list(walk(path, suffixes=SUFFIXES))
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise ValueError(f"data.source: the folder {item!r} has no text; it needs a non-empty file in one of {kinds}")
     return found
 
 
-def _walk(root: Path, *, suffixes: tuple[str, ...], skip: Sequence[str] = (), skip_beginnings: tuple[str, ...] = ()) -> Iterator[TextFile]:
+def walk(root: Path, *, suffixes: tuple[str, ...], skip: Sequence[str] = (), skip_beginnings: tuple[str, ...] = ()) -> Iterator[TextFile]:
     """Give the non-empty files below a folder; hidden files and folders, links to folders and `skip` are left out."""
     left_out = (".", *skip_beginnings)
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(left_out)]
         for path in (Path(folder, name) for name in names if not name.startswith(left_out)):
-            if path.suffix.lower() in suffixes and path.is_file() and path.stat().st_size:
+            if path.name.lower().endswith(suffixes) and path.is_file() and path.stat().st_size:
                 yield TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
 
 
@@ -186,10 +173,11 @@ def split(files: Sequence[TextFile], *, fraction: float, seed: int) -> tuple[lis
     return [file for file in files if file not in kept], [file for file in files if file in kept]
 
 
-def _check_is_text(file: TextFile) -> None:
+def check_is_text(file: TextFile, place: str) -> None:
+    """Refuse a file with a zero byte, as binary files and UTF-16 have; `place` is the setting that named it."""
     with file.path.open("rb") as stream:
         if any(SEPARATOR in chunk for chunk in iter(lambda: stream.read(1 << 20), b"")):
-            raise ValueError(f"data.source: {file.path} is not text, for it has a zero byte; leave it out or save it as UTF-8")
+            raise ValueError(f"{place}: {file.path} is not text, for it has a zero byte; leave it out or save it as UTF-8")
 
 
 # ---- text to tokens

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from lordo.trainer.config import UsageError
-from lordo.trainer.data import load_blocks, spread
+from lordo.trainer.data import spread
 from lordo.trainer.finished import FinishedRun, open_run
 from lordo.trainer.folder import finite_or_none
 from lordo.trainer.loop import pick_device
@@ -20,6 +20,7 @@ from lordo.trainer.options import Parser
 from lordo.trainer.score import Score, block_windows, sliding_windows, summed_nats, token_bytes
 from lordo.trainer.tasks import TaskScore, score_tasks
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
+from lordo.trainer.text import load_text
 
 NOTES = """\
 Perplexity is per token, so compare it between models of one tokenizer only; bits per byte are comparable between all. Validation text
@@ -85,7 +86,7 @@ def checked_context(run: FinishedRun, asked: int | None) -> int:
 
 def on_validation(run: FinishedRun, max_tokens: int | None) -> Scored:
     """The run's own validation blocks, as in training; a part of them, at even distances, if that is all that is asked for."""
-    blocks = load_blocks(run.config.data, run.config.seed).validation
+    blocks = load_text(run.config.data, run.config.seed).validation
     length = blocks.shape[1]
     if max_tokens is not None and max_tokens < blocks.numel():
         blocks = spread(blocks, max(max_tokens // length, 1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lordo.suggest import nearest
 from lordo.trainer.byte_tokenizer import byte_tokenizer
@@ -43,10 +43,11 @@ def open_run(folder: str, device: str | torch.device = "cpu") -> FinishedRun:
     try:
         with no_progress_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path / "model", local_files_only=True)
+            own = AutoTokenizer.from_pretrained(path / "model", local_files_only=True) if config.data.mix else byte_tokenizer()
     except Exception as error:  # whatever a damaged file sets off in there
         raise UsageError(f"{path / 'model'} cannot be opened: {' '.join(str(error).split())}") from error
     model.eval()
-    return FinishedRun(path, config, model.to(device), byte_tokenizer())  # type: ignore[arg-type]
+    return FinishedRun(path, config, model.to(device), own)  # type: ignore[arg-type]
 
 
 def run_config(path: Path) -> RunConfig:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lordo.trainer.config import RunConfig
+from lordo.trainer.corpus import corpus_tokenizer
 from lordo.trainer.loop import Progress
 from lordo.trainer.recipe import dump
 from lordo.trainer.summary import Summary
@@ -30,6 +31,7 @@ class RunFolder:
         Raises:
             ValueError: it cannot be made.
         """
+        self._data = config.data
         self.path = _new_folder(Path(config.output), config.name) if path is None else path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -46,11 +48,13 @@ class RunFolder:
         self._metrics.flush()
 
     def finish(self, summary: Summary, model: PreTrainedModel | None) -> None:
-        """Write the model as `from_pretrained` reads it, the table as text and, last, as JSON: a folder that has that is finished."""
+        """Write model and tokenizer as `from_pretrained` reads them, the table as text and, last, as JSON: that finishes the folder."""
         self._metrics.close()
         if model is not None:
             with no_progress_bars():
                 model.save_pretrained(self.path / "model")
+                if self._data.mix:
+                    corpus_tokenizer(self._data).save_pretrained(self.path / "model")
         with (self.path / "summary.txt").open("w", encoding="utf-8") as file:
             print_summary(summary, wide_console(file))
         (self.path / "summary.json").write_text(json.dumps(jsonable(asdict(summary)), indent=2) + "\n", encoding="utf-8")

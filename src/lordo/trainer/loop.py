@@ -20,12 +20,14 @@ from lordo.optim import ParamGroups, param_groups
 from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
 from lordo.trainer.config import DataConfig, RunConfig
-from lordo.trainer.data import VOCABULARY, Splits, load_blocks, spread
+from lordo.trainer.data import VOCABULARY, spread
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.measure import Measure, SyncMeasures
+from lordo.trainer.mix import Mix
 from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
-from lordo.trainer.shard import Shard
+from lordo.trainer.splits import Splits
+from lordo.trainer.text import load_text
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Observer(Protocol):
         """A step that is logged or evaluated is done."""
 
 
-def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = load_blocks) -> Prepared:
+def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = load_text) -> Prepared:
     """Check what can be checked before any worker starts, and load the text.
 
     Args:
@@ -114,13 +116,18 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
     shapes = outline(config)
     pick_device(config.train.device)
     splits = load(config.data, config.seed)
-    Shard(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
+    if config.data.mix:
+        outline(config, vocabulary=splits.vocabulary)
+    Mix(splits.train, 0, config.workers, config.seed)  # refuses fewer blocks than workers
     spread(splits.validation, config.train.eval_sequences)
     return Prepared(**vars(shapes), splits=splits)
 
 
-def outline(config: RunConfig) -> Outline:
+def outline(config: RunConfig, *, vocabulary: int | None = None) -> Outline:
     """Check model, method and settings on shapes alone: nothing is allocated, read or downloaded.
+
+    Args:
+        config: the run. vocabulary: tokens of the data where that is known; None: bytes, or a mixture's tokenizer of unknown size.
 
     Raises:
         ValueError: one sentence saying what cannot work and what to do.
@@ -130,7 +137,9 @@ def outline(config: RunConfig) -> Outline:
         model, groups, optimizer = build(config, method, Solo())
         for phase in config.phase:  # refuses what the method does not have or its step cannot use
             optimizer.change_settings(**changes_at(phase.from_step, config))
-    check_fits(model, vocabulary=VOCABULARY, sequence_length=config.data.sequence_length)
+    if vocabulary is None and not config.data.mix:
+        vocabulary = VOCABULARY
+    check_fits(model, vocabulary=vocabulary, sequence_length=config.data.sequence_length)
     return Outline(config, method, optimizer.defaults, groups, weights_of(optimizer.param_groups))
 
 
@@ -146,9 +155,9 @@ def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -
     device = pick_device(config.train.device)
     model, _, optimizer = build(config, prepared.method, workers, device)
     optimizer.start()
-    shard = Shard(prepared.splits.train, workers.rank, workers.size, config.seed)
+    text = Mix(prepared.splits.train, workers.rank, workers.size, config.seed)
     validation = spread(prepared.splits.validation, config.train.eval_sequences)
-    return _Loop(config, workers, model, optimizer, shard, observer, device).run(validation)
+    return _Loop(config, workers, model, optimizer, text, observer, device).run(validation)
 
 
 def build(
@@ -197,12 +206,12 @@ class _Loop:
         workers: Comm,
         model: PreTrainedModel,
         optimizer: DistributedOptimizer,
-        shard: Shard,
+        text: Mix,
         observer: Observer | None,
         device: torch.device,
     ) -> None:
         self.config, self.workers, self.model, self.optimizer = config, workers, model, optimizer
-        self.shard, self.observer, self.device = shard, observer, device
+        self.text, self.observer, self.device = text, observer, device
         self.position = 0
         self.sequences = config.sequences_per_worker
         self.first_bases: list[torch.Tensor] = []
@@ -247,7 +256,7 @@ class _Loop:
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step on the next batch: its loss, and the gradient's norm before clipping."""
-        tokens = self.shard.batch(self.position, self.sequences).to(self.device)
+        tokens = self.text.batch(self.position, self.sequences).to(self.device)
         self.position += self.sequences
         loss = self.gradients(tokens)
         self.optimizer.average_gradients()

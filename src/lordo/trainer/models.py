@@ -82,14 +82,14 @@ def drops_out(config: ModelConfig) -> bool:
     return any(isinstance(value, float) and value > 0 and any(word in key for word in words) for key, value in settings.items())
 
 
-def check_fits(model: PreTrainedModel, *, vocabulary: int, sequence_length: int) -> None:
-    """Check that a model can read blocks of `sequence_length` tokens, each from 0 up to, not including, `vocabulary`.
+def check_fits(model: PreTrainedModel, *, vocabulary: int | None, sequence_length: int) -> None:
+    """Check that a model can read blocks of `sequence_length` tokens, each from 0 up to, not including, `vocabulary` (None: not known).
 
     Raises:
         ValueError: its vocabulary or its positions are too few.
     """
     settings = model.config.get_text_config()
-    if settings.vocab_size < vocabulary:
+    if vocabulary is not None and settings.vocab_size < vocabulary:
         raise ValueError(
             f"model.config: vocab_size = {settings.vocab_size} is less than the {vocabulary} tokens of the data; raise it to {vocabulary}"
         )

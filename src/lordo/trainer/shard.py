@@ -14,7 +14,7 @@ class Shard:
     blocks it has used; nothing else needs to be saved to resume.
 
     Args:
-        blocks: (num_blocks, sequence_length) uint8, the same on every worker.
+        blocks: (num_blocks, sequence_length) of an integer type, the same on every worker.
         worker: this one, from 0 up to, not including, `num_workers`.
         num_workers: how many share the blocks.
         seed: decides the order, the same on every worker.
@@ -29,12 +29,12 @@ class Shard:
             raise ValueError(f"worker = {worker} of {num_workers} does not exist; give one from 0 to {num_workers - 1}")
         if len(blocks) < num_workers:
             raise ValueError(
-                f"{len(blocks)} blocks ({blocks.numel()} bytes of training text in all) are too few for {num_workers} "
+                f"{len(blocks)} blocks ({blocks.numel()} tokens of training text in all) are too few for {num_workers} "
                 "workers; lower workers or data.sequence_length, or give more text"
             )
         self.blocks = blocks
         self.seed = seed
-        self.rows = _permutation(len(blocks), "deal", seed)[worker::num_workers]
+        self.rows = permutation(len(blocks), "deal", seed)[worker::num_workers]
         self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
@@ -58,9 +58,9 @@ class Shard:
         return int(self._order[offset])
 
     def _order_of(self, epoch: int) -> Tensor:
-        return self.rows[_permutation(len(self), "epoch", self.seed, epoch)]
+        return self.rows[permutation(len(self), "epoch", self.seed, epoch)]
 
 
-def _permutation(num: int, *parts: str | int) -> Tensor:
+def permutation(num: int, *parts: str | int) -> Tensor:
     """Give a random order of `num` things, decided by `parts` alone."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(stable_hash(*parts)))

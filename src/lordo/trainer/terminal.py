@@ -12,6 +12,7 @@ from rich.table import Table
 from lordo.accounting import state_bytes
 from lordo.trainer.config import RunConfig
 from lordo.trainer.loop import Prepared, pick_device
+from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
 
 WIDTH = 200  # of tables: a narrower terminal wraps their lines, but nothing is cut off
@@ -37,11 +38,13 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
     console.print(
         f"{prepared.method.name}: {prepared.method.summary}\n"
         f"{batch_derivation(config)}; {config.train.steps} steps\n"
-        f"text: {human_bytes(splits.train_bytes)} in {splits.num_train_files} files to train on, "
-        f"{human_bytes(splits.validation_bytes)} in {splits.num_validation_files} files to validate on\n"
+        f"text: {human_bytes(splits.train_bytes)} in {splits.num_train_documents:,} documents to train on, "
+        f"{human_bytes(splits.validation_bytes)} in {splits.num_validation_documents:,} documents to validate on\n"
         f"model: {numel:,} parameters, {config.train.precision}",
         highlight=False,
     )
+    if config.data.mix:
+        console.print(mix_table(config, splits))
     for phase in config.phase:
         told = ", ".join(f"{name} = {value}" for name, value in phase.settings().items())
         console.print(f"from step {phase.from_step}: {told}", highlight=False)
@@ -49,6 +52,16 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
     held = state_bytes(prepared.method, prepared.weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
     console.print(f"optimizer state per worker: {human_bytes(held.total())} ({parts})\n", highlight=False)
+
+
+def mix_table(config: RunConfig, splits: Splits) -> Table:
+    """The sources of a mixture, and how often the run reads each of them."""
+    total = sum(part.weight for part in splits.train)
+    table = plain_table("source", "share", "tokens", "epochs in this run")
+    for part in splits.train:
+        read = config.train.steps * config.tokens_per_step * part.weight / total
+        table.add_row(part.name, f"{part.weight / total:.1%}", f"{part.blocks.numel():,}", f"{read / part.blocks.numel():.3g}")
+    return table
 
 
 def batch_derivation(config: RunConfig) -> str:
