@@ -153,7 +153,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [3, 8])
+@pytest.mark.parametrize("after", [4, 9])
 def test_interrupted_and_resumed_is_uninterrupted(config, tmp_path, monkeypatch, after):
     monkeypatch.setattr(lordo.trainer.tokenize, "CHUNK_BYTES", 2000)
     monkeypatch.setattr(lordo.trainer.tokenize, "SAVE_SECONDS", 0.0)
@@ -180,7 +180,7 @@ def test_interrupted_and_resumed_is_uninterrupted(config, tmp_path, monkeypatch,
             if attempt == 0:
                 with pytest.raises(ValueError, match="run lordo prepare with this recipe"):
                     load_corpus(config.data)
-    assert attempt > 3
+    assert attempt > 1
     for name in "abc":
         for which in ("train.bin", "validation.bin", "source.json"):
             if which == "source.json":
