@@ -49,16 +49,9 @@ def runs(tmp_path_factory) -> Path:
     return folder / "runs"
 
 
-SMALL = [
-    "--model.config.vocab_size",
-    "512",
-    "--data.sequence_length",
-    "32",
-    "--batch.per_worker_sequences",
-    "1",
-    "--train.warmup_steps",
-    "5",
-]
+SMALL = shlex.split(
+    "--model.config.vocab_size 512 --data.sequence_length 16 --batch.per_worker_sequences 1 --train.warmup_steps 5 --train.device cpu"
+)
 
 
 def write_texts(folder: Path) -> None:
