@@ -31,7 +31,7 @@ VALUES = {
     "outer_momentum": st.just(0.9),
     "omega": st.sampled_from([None, 0.5, 1.0]),
     "error_feedback": st.booleans(),
-    "error_dtype": st.sampled_from(["float32", "bfloat16", "int8"]),
+    "error_dtype": st.sampled_from(["float32", "bfloat16", "int8", "int6"]),
     "moment_dtype": st.sampled_from(["float32", "bfloat16"]),
     "anchor_device": st.sampled_from(["same", "cpu"]),
     "fullrank_signal": st.sampled_from(["gradient", "gradient+error"]),

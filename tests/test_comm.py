@@ -268,3 +268,36 @@ def test_as_comm_refuses_anything_else_and_says_what_to_pass(wrong):
 
 def test_a_worker_error_is_a_runtime_error():
     assert issubclass(WorkerError, RuntimeError)
+
+
+def test_a_synchronisation_allocates_no_buffer_twice():
+    """In steady state the memory in which tensors travel together is the memory of the last time."""
+
+    def work(workers):
+        tensors = [torch.ones(30, 5), torch.ones(7), torch.ones(3, dtype=torch.float64)]
+        places = []
+        for _ in range(3):
+            workers.mean_([("x", t) for t in tensors])
+            workers.send_(tensors, source=1, tag="y")
+            places.append([buffer.data_ptr() for buffer in workers._buffers.values()])
+        return places
+
+    for places in lordo.simulate(work, 2):
+        assert places[0] == places[1] == places[2]
+        assert len(places[0]) == 2
+
+
+def test_sent_tensors_arrive_whole_however_they_are_cut(monkeypatch):
+    """Every element exactly once: contiguous or not, across the borders of a buffer."""
+    monkeypatch.setattr(comm, "BUCKET_ELEMENTS", 10)
+
+    def work(workers):
+        base = torch.arange(66.0).view(6, 11) * (workers.rank + 1)
+        tensors = [base.clone(), base.mT.clone(memory_format=torch.preserve_format), base[0, :6].clone(), base[:, 0].clone()]
+        workers.send_(tensors, source=1, tag="y")
+        return tensors
+
+    first, second = lordo.simulate(work, 2)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(first[0], torch.arange(66.0).view(6, 11) * 2)

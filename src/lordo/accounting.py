@@ -18,6 +18,7 @@ from lordo.lowrank import canonical_shape
 from lordo.methods import Method
 from lordo.optim import is_lowrank
 from lordo.optim.options import keeps_sums, moment_dtype
+from lordo.optim.rounding import packed_rows
 from lordo.sync.schedule import num_due
 from lordo.sync.wire import all_reduce_moves, broadcast_moves, reduce_moves, sent_bytes, wire_bytes, wire_dtype
 
@@ -96,10 +97,11 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
             held[moment] += moment_dtype(settings, weight.dtype).itemsize * moment_numel(weight)
         held["basis"] += itemsize * basis_numel(weight)
         if weight.is_lowrank and settings["error_feedback"]:
-            rounded = {"bfloat16": 2, "int8": 1}.get(settings["error_dtype"])
-            held["error"] += (rounded or itemsize) * weight.numel
-            if settings["error_dtype"] == "int8":
-                held["error_scale"] += 4 * canonical_shape(weight.shape)[1]
+            rows, columns = canonical_shape(weight.shape)
+            rounded = {"bfloat16": 2 * weight.numel, "int8": weight.numel, "int6": 3 * packed_rows(rows) * columns}
+            held["error"] += rounded.get(settings["error_dtype"], itemsize * weight.numel)
+            if settings["error_dtype"] in ("int8", "int6"):
+                held["error_scale"] += 4 * columns
             if keeps_sums(settings):
                 held["error_projection"] += itemsize * moment_numel(weight)
         rounds = "parameters" in method.averages and weight.dtype != wire_dtype(weight.dtype)

@@ -22,7 +22,7 @@ SVD_LIMIT = 128
 # Fresh random columns beside the old basis let directions enter that the old basis never touched.
 FRESH_COLUMNS = 8
 # Multiplications by ΔΔᵀ in one refresh.
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 def canonical(matrix: Tensor) -> Tensor:

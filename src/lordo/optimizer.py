@@ -349,8 +349,8 @@ class LoRDO(DistributedOptimizer):
         betas: decay of the two moments. eps: added to the denominator. weight_decay: decoupled, as in AdamW.
         omega: ω, the share of the low-rank momentum; None is max(0.9, 1 − 1/K); 1 switches the full-rank term off.
         error_feedback: keep what projection drops and add it to the next gradient (memory: one tensor of the weight's shape).
-        error_dtype: "float32" (float64 for float64 weights), "bfloat16" or "int8" (a scale for each column), the last two rounded at
-            random. moment_dtype: "float32" or "bfloat16", the same for both moments.
+        error_dtype: "float32" (float64 for float64 weights), "bfloat16", "int8" or "int6" (with a scale for each column), all but the
+            first rounded at random. moment_dtype: "float32" or "bfloat16", the same for both moments.
         anchor_device: where the weights of the last synchronisation are kept, "same" as they or "cpu" (pinned if they are on a GPU).
         fullrank_signal: F of the full-rank term, "gradient+error" (X) or "gradient" (G, the formula as printed in the paper).
         fullrank_denominator: μ, "channel" (one mean for each column) or "mean" (one for the matrix, as in the paper).

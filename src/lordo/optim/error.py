@@ -6,6 +6,7 @@ Which one is told by the keys and dtypes of a parameter's state:
     error, and error_projection (r, n)       S = E + Q h, and h: see below
     error in bfloat16                        E, rounded
     error in int8, and error_scale (1, n)    E, in 127 steps on either side of zero, their size one for each column
+    error in uint8, and error_scale (1, n)   the same in 31 steps, four numbers in three bytes: (3, ceil(m/4), n)
 
 While a basis Q stays, QᵀE = 0: E is the sum of the gradients less its projection. Keeping the sum S and its coordinates h = QᵀS apart
 saves, at every step, the product with Q that takes the projection out; E = S − Q h is formed when somebody needs it.
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from lordo.lowrank import canonical, canonical_shape
 from lordo.optim.blocks import column_blocks
-from lordo.optim.rounding import store_, store_int8_
+from lordo.optim.rounding import load_scaled, packed_rows, store_, store_scaled_
 
-ErrorDtype = Literal["float32", "bfloat16", "int8"]
+ErrorDtype = Literal["float32", "bfloat16", "int8", "int6"]
 ERROR_DTYPES: tuple[str, ...] = get_args(ErrorDtype)
 
 State = dict[str, Tensor]
@@ -33,13 +34,14 @@ def new_error(p: Tensor, *, rank: int, error_dtype: str, apart: bool) -> State:
 
     Args:
         p: the weight. rank: r.
-        error_dtype: "float32" (float64 for a float64 weight), "bfloat16" or "int8".
+        error_dtype: "float32" (float64 for a float64 weight), "bfloat16", "int8" or "int6".
         apart: keep S and h, for a basis that stays for many steps; only where nothing is rounded.
     """
-    columns = canonical_shape(p.shape)[1]
-    if error_dtype == "int8":
+    rows, columns = canonical_shape(p.shape)
+    if error_dtype in ("int8", "int6"):
         scale = torch.zeros(1, columns, dtype=torch.float32, device=p.device)
-        return {"error": torch.zeros_like(p, dtype=torch.int8), "error_scale": scale}
+        packed = torch.zeros(3, packed_rows(rows), columns, dtype=torch.uint8, device=p.device)
+        return {"error": torch.zeros_like(p, dtype=torch.int8) if error_dtype == "int8" else packed, "error_scale": scale}
     if error_dtype == "bfloat16":
         return {"error": torch.zeros_like(p, dtype=torch.bfloat16)}
     work = torch.promote_types(p.dtype, torch.float32)
@@ -51,20 +53,22 @@ def new_error(p: Tensor, *, rank: int, error_dtype: str, apart: bool) -> State:
 
 def is_rounded(state: State) -> bool:
     """Whether E is held in fewer bits than it is computed in."""
-    return "error" in state and state["error"].dtype in (torch.bfloat16, torch.int8)
+    return "error" in state and state["error"].dtype in (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def decode(state: State, columns: slice, dtype: torch.dtype) -> Tensor:
     """Some columns of a rounded E, (m, c): a new tensor."""
-    error = canonical(state["error"])[..., columns].to(dtype)
-    return error.mul_(state["error_scale"][..., columns]) if "error_scale" in state else error
+    held = canonical(state["error"])[..., columns]
+    if "error_scale" not in state:
+        return held.to(dtype)
+    return load_scaled(held, state["error_scale"][..., columns], state["basis"].shape[-2], dtype)
 
 
 def encode_(state: State, columns: slice, error: Tensor) -> None:
     """Write some columns of a rounded E; `error` (m, c) is overwritten."""
     target, place = canonical(state["error"])[..., columns], int(state["step"]) + (columns.start or 0)
     if "error_scale" in state:
-        store_int8_(target, state["error_scale"][..., columns], error, place)
+        store_scaled_(target, state["error_scale"][..., columns], error, place)
     else:
         store_(target, error, place)
 
@@ -76,23 +80,23 @@ def settle_(state: State) -> None:
         state["error_projection"].zero_()
 
 
-def error_of(state: State) -> Tensor:
+def error_of(state: State, weight: Tensor) -> Tensor:
     """A copy of E in the weight's own shape, whatever its form; the state stays as it is, to the bit."""
     if not is_rounded(state):
         whole = state["error"].clone()
         if "error_projection" in state:
             canonical(whole).addmm_(state["basis"], state["error_projection"], alpha=-1)
         return whole
-    whole = torch.empty_like(state["error"], dtype=torch.float32)
+    whole = torch.empty_like(weight, dtype=torch.float32)
     for columns in column_blocks(canonical(whole)):
         canonical(whole)[:, columns].copy_(decode(state, columns, torch.float32))
     return whole
 
 
-def take_error_(state: State) -> Tensor:
+def take_error_(state: State, weight: Tensor) -> Tensor:
     """E in the weight's own shape, to be changed and given back: the state's own memory where nothing is rounded, else a copy."""
     settle_(state)
-    return error_of(state) if is_rounded(state) else state["error"]
+    return error_of(state, weight) if is_rounded(state) else state["error"]
 
 
 def give_error_(state: State, error: Tensor) -> None:

@@ -116,11 +116,11 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def error_of(self, p: Tensor) -> Tensor:
         """E of a low-rank weight, in its own shape: what projection dropped so far. A copy; `state[p]["error"]` may hold another form."""
-        return error_of(self.state[p])
+        return error_of(self.state[p], p)
 
     def take_error(self, p: Tensor) -> Tensor:
         """E of a low-rank weight, to be changed in place and given back."""
-        return take_error_(self.state[p])
+        return take_error_(self.state[p], p)
 
     def give_error(self, p: Tensor, error: Tensor) -> None:
         """Write an E that came from `take_error`."""

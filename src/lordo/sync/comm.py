@@ -54,6 +54,7 @@ class Comm(ABC):
         self.rank, self.size = rank, size
         self.moved: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def bytes_sent(self, tag: str | None = None) -> int:
         """Bytes each worker sent so far, on average, under one tag or (None) in all; see `wire.sent_bytes`."""
@@ -93,9 +94,7 @@ class Comm(ABC):
     def _mean_together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device, divisor: int) -> None:
         sizes = [t.numel() for t in tensors]
         flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        buffer = torch.empty(min(sum(sizes), BUCKET_ELEMENTS), dtype=dtype, device=device)
-        for bucket in buckets(sizes):
-            used = buffer[: sum(piece.length for piece in bucket)]
+        for bucket, used in self._buckets(sizes, dtype, device):
             for part, place in _places(bucket, flat, used):
                 place.copy_(part)
             self.sum_(used)
@@ -105,6 +104,14 @@ class Comm(ABC):
         for t, f in zip(tensors, flat, strict=True):
             if t is not f:
                 t.copy_(f)
+
+    def _buckets(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[list[Piece], Tensor]]:
+        """Tensors of these sizes laid into one buffer after another; its memory is kept from call to call."""
+        wanted = min(sum(sizes), BUCKET_ELEMENTS)
+        if self._buffers.get((dtype, device), torch.empty(0)).numel() < wanted:
+            self._buffers[dtype, device] = torch.empty(wanted, dtype=dtype, device=device)
+        for bucket in buckets(sizes, capacity=BUCKET_ELEMENTS):
+            yield bucket, self._buffers[dtype, device][: sum(piece.length for piece in bucket)]
 
     def mean_at_(self, tensor: Tensor, *, target: int, tag: str) -> None:
         """Replace a tensor on worker `target` by its mean over the workers; on the others it is left with numbers of no use.
@@ -119,7 +126,7 @@ class Comm(ABC):
             tensor.div_(self.size)
 
     def send_(self, tensors: Sequence[Tensor], *, source: int, tag: str) -> None:
-        """Overwrite tensors by those of worker `source`, in one message per dtype and device."""
+        """Overwrite tensors by those of worker `source`, many in one message."""
         tensors = [t for t in tensors if t.numel()]
         if self.size == 1:
             return
@@ -128,11 +135,18 @@ class Comm(ABC):
             together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for t in tensors:
                 together.setdefault((t.dtype, t.device), []).append(t)
-            for group in together.values():
-                flat = torch.cat([t.reshape(-1) for t in group])
-                self.broadcast_(flat, source=source)
-                for t, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
-                    t.copy_(part.view_as(t))
+            for (dtype, device), group in together.items():
+                flat = [t if t.is_contiguous() else t.contiguous() for t in group]
+                for bucket, used in self._buckets([t.numel() for t in group], dtype, device):
+                    if self.rank == source:
+                        for part, place in _places(bucket, flat, used):
+                            place.copy_(part)
+                    self.broadcast_(used, source=source)
+                    for part, place in _places(bucket, flat, used):
+                        part.copy_(place)
+                for t, f in zip(group, flat, strict=True):
+                    if t is not f:
+                        t.copy_(f)
 
     def transfer(self) -> AbstractContextManager[None]:
         """Times what is spent in collectives."""

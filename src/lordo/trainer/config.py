@@ -220,7 +220,7 @@ class MethodConfig(StepSettings):
     """Whether each worker keeps what the projection drops and adds it to its next gradient."""
 
     error_dtype: ErrorDtype | None = None
-    """In what the error is held: "float32", "bfloat16", or "int8" with a scale for each column, both rounded at random."""
+    """In what the error is held: "float32", or, rounded at random, "bfloat16", "int8" or "int6" (both with a scale for each column)."""
 
     moment_dtype: MomentDtype | None = None
     """In what both moments are held: "float32", or "bfloat16", rounded at random."""

@@ -1,0 +1,103 @@
+"""What the benchmarks share: fair timing, the machine's own rates, its name, and where results are kept."""
+
+import json
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lordo
+
+RESULTS = Path(__file__).parent / "results"
+VOCABULARY = 49152
+
+# layers, width, MLP of the paper's models
+PRESETS = {"16m": (4, 256, 768), "125m": (12, 768, 2048), "720m": (12, 2048, 5632)}
+
+
+def matrices_of(preset: str, layers: int | None = None) -> list[tuple[int, int]]:
+    """Shapes of the matrices that are low-rank: q, k, v, o; gate, up, down of each layer."""
+    all_layers, width, mlp = PRESETS[preset]
+    return ([(width, width)] * 4 + [(mlp, width)] * 2 + [(width, mlp)]) * (layers or all_layers)
+
+
+def interleaved(contestants: Mapping[str, Callable[[], object]], *, repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each call, contestants taking turns, so that whatever else the machine does falls on all; a first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(repeats + 1):
+        for name, call in contestants.items():
+            wait(device)
+            start = time.perf_counter()
+            call()
+            wait(device)
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def wait(device: str) -> None:
+    """Until an accelerator has done what it was told."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def median(seconds: Mapping[str, list[float]], name: str) -> float:
+    """Median seconds of one contestant."""
+    return statistics.median(seconds[name])
+
+
+class PeakAllocation(TorchDispatchMode):
+    """Most bytes alive at once that operations have allocated while it was on, what they use inside themselves left out."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        super().__init__()
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation and look at what it returned."""
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                storage = t.untyped_storage()
+                self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def machine(device: str) -> str:
+    """Name of the GPU, or of the CPU as Linux tells it."""
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
+
+def about(device: str) -> dict[str, Any]:
+    """Versions and machine, so that a result can be placed."""
+    versions = {"torch": torch.__version__, "lordo": lordo.__version__}
+    return {"machine": machine(device), "device": device, "threads": torch.get_num_threads(), **versions}
+
+
+def save(benchmark: str, result: dict[str, Any]) -> None:
+    """Write a result to benchmarks/results/BENCHMARK-MACHINE.json."""
+    name = re.sub(r"[^a-z0-9]+", "-", result["machine"].lower()).strip("-")
+    path = RESULTS / f"{benchmark}-{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nsaved as {path}")

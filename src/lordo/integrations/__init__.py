@@ -1,1 +1,0 @@
-"""LoRDO inside other libraries' trainers. Each module needs its library; nothing else in lordo imports them."""
