@@ -51,7 +51,7 @@ def facts(printed: str) -> tuple[int, float, int, float]:
 
 def test_every_example_says_how_it_is_run():
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["alone.py", "mesh.py", "processes.py", "simulated.py"]
+    assert names == ["alone.py", "lightning_module.py", "mesh.py", "processes.py", "simulated.py", "transformers_trainer.py"]
     for name in names:
         program, *_, script = documented(name).split()
         assert program in ("python", TORCHRUN)
@@ -99,3 +99,17 @@ def test_mesh(simulated):
     assert loss < 2.7
     assert sent == simulated[2] * 2 // 3  # (M − 1)/M of the same: 1/2 for two workers, 3/4 for four
     assert less == simulated[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "library", "steps"), [("transformers_trainer.py", "accelerate", 40), ("lightning_module.py", "lightning", 96)]
+)
+def test_in_the_trainer_of_another_library(name, library, steps):
+    """That gradients stay local and the mean is what is evaluated: see test_integrations.py."""
+    pytest.importorskip(library)
+    printed = run(documented(name), timeout_seconds=300)
+    trained = re.search(rf"2 workers, {steps} steps: loss ([\d.]+) nats per byte on held-out text\n([\d,]+) bytes sent per worker", printed)
+    assert trained, printed
+    assert float(trained[1]) < 3.3  # 5.55 is a guess among 256 bytes
+    assert int(trained[2].replace(",", "")) > 1e5

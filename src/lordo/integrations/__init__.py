@@ -1,0 +1,1 @@
+"""LoRDO inside other libraries' trainers. Each module needs its library; nothing else in lordo imports them."""
