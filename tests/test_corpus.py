@@ -288,6 +288,15 @@ def test_prepare_then_train_then_evaluate(config, tmp_path, capsys):
     assert evaluated["loss"] == pytest.approx(run.summary["validation_loss"], rel=1e-5)
     assert evaluated["num_bytes"] > evaluated["num_tokens"]
 
+    text = tmp_path / "text.txt"
+    text.write_text("the and é <|endoftext|> of\n", encoding="utf-8")
+    assert lordo.cli.main(["eval", str(run.folder), str(text)]) == 0
+    assert json.loads((run.folder / "evaluations.json").read_text())[str(text)]["num_bytes"] == text.stat().st_size
+    assert lordo.cli.main(["generate", str(run.folder), "the", "--max-tokens", "5"]) == 0
+    assert lordo.cli.main(["export", str(run.folder), str(tmp_path / "out")]) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported("the and é")["input_ids"] == AutoTokenizer.from_pretrained(run.folder / "model")("the and é")["input_ids"]
+
 
 # ---- what cannot be
 

@@ -18,6 +18,7 @@ from lordo.trainer.byte_tokenizer import byte_tokenizer
 from lordo.trainer.finished import open_run
 from lordo.trainer.generate import continuation
 from lordo.trainer.score import Score, sliding_windows, summed_nats, token_bytes
+from lordo.trainer.tokenizer import Encoder, open_tokenizer, train_tokenizer
 from test_train import Run, micro_recipe, train
 
 
@@ -187,6 +188,17 @@ def test_a_text_file_is_scored_from_its_first_byte_on(run, opened, tmp_path, cap
     assert kept["num_tokens"] == kept["num_bytes"] == len(text.encode())
     assert kept["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
     capsys.readouterr()
+
+
+def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tmp_path):
+    train_tokenizer(["def f(x):\n    return x é\n" * 20, "class A:\n    pass\n" * 20], 275, tmp_path / "bpe")
+    tokenizer = open_tokenizer(str(tmp_path / "bpe"))
+    tokenizer.add_tokens(["    "])  # written as it is, and not in letters of bytes
+    encoder, sizes = Encoder(tokenizer, is_bytes=False), token_bytes(tokenizer)
+    for text in ("def f(é):\n    return 𝄞\n", "<|endoftext|> spelled out", " "):
+        tokens = encoder.encode([text])[0]
+        assert sizes[tokens].sum() == len(text.encode())  # the end of text stands for none
+        assert len(tokens) <= len(text.encode()) + 1
 
 
 def test_bits_per_byte_do_not_depend_on_how_the_text_was_cut_into_tokens():

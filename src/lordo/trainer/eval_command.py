@@ -21,6 +21,7 @@ from lordo.trainer.score import Score, block_windows, sliding_windows, summed_na
 from lordo.trainer.tasks import TaskScore, score_tasks
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 from lordo.trainer.text import load_text
+from lordo.trainer.tokenizer import Encoder
 
 NOTES = """\
 Perplexity is per token, so compare it between models of one tokenizer only; bits per byte are comparable between all. Validation text
@@ -98,12 +99,13 @@ def on_validation(run: FinishedRun, max_tokens: int | None) -> Scored:
 def on_file(run: FinishedRun, file: Path, context: int, max_tokens: int | None) -> Scored:
     """A text file as one document, its first token predicted from the end of the document before."""
     text = read_text(file)
-    tokens: list[int] = run.tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoder = Encoder(run.tokenizer, is_bytes=run.config.data.tokenizer == "bytes")
+    tokens = torch.from_numpy(encoder.encode([text])[0])[:-1]  # without the end of the document
     num_bytes = len(text.encode())
     if max_tokens is not None and max_tokens < len(tokens):
         tokens = tokens[:max_tokens]
         num_bytes = int(token_bytes(run.tokenizer)[tokens].sum())
-    stream = torch.tensor([run.tokenizer.eos_token_id, *tokens])
+    stream = torch.cat([torch.tensor([encoder.end]), tokens])
     windows = list(sliding_windows(len(stream), context=context, stride=max(context // 2, 1)))
     return Scored(str(file), context, Score(summed_nats(run.model, stream, windows), len(tokens), num_bytes))
 

@@ -90,10 +90,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     <0x0A> for a byte that is in no piece.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    special, letters = set(tokenizer.all_special_ids), set(bytes_to_unicode().values())
-    byte_level = all(set(token) <= letters for i, token in enumerate(tokens) if i not in special)
-    sizes = [0 if i in special else len(token) if byte_level else _piece_bytes(token) for i, token in enumerate(tokens)]
-    return torch.tensor(sizes)
+    special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())  # the latter are written as they are
+    letters = set(bytes_to_unicode().values())
+    byte_level = all(set(token) <= letters for i, token in enumerate(tokens) if i not in special | added)
+    size = len if byte_level else _piece_bytes
+    return torch.tensor([0 if i in special else len(t.encode()) if i in added else size(t) for i, t in enumerate(tokens)])
 
 
 def _piece_bytes(piece: str) -> int:
