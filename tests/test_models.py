@@ -121,6 +121,92 @@ def test_what_fits():
         check_fits(model, vocabulary=257, sequence_length=32)
 
 
+# ---- presets, other configs, weights
+
+
+@pytest.mark.parametrize(("preset", "num_parameters"), [("16m", 15_993_088), ("125m", 122_702_592), ("720m", 717_277_184)])
+def test_presets_have_the_papers_dimensions(preset, num_parameters):
+    """By hand: V·d + L (4 d² + 3 d·f + 2 d) + d, with V = 49152 and (L, d, f) from the paper's table."""
+    with torch.device("meta"):
+        model = build_model(ModelConfig(preset=preset), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == num_parameters
+    assert model.config.num_attention_heads == {"16m": 4, "125m": 12, "720m": 16}[preset]
+
+
+def test_a_preset_with_another_vocabulary():
+    with torch.device("meta"):
+        model = build_model(ModelConfig(preset="16m", config={"vocab_size": 8192}), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 15_993_088 - (49152 - 8192) * 256
+
+
+def test_a_config_and_weights_from_a_folder(tmp_path):
+    first = build_model(small(), seed=3)
+    first.save_pretrained(tmp_path / "model")
+    assert same_bits(build_model(ModelConfig(weights=str(tmp_path / "model")), seed=0), first)
+    again = build_model(ModelConfig(config=str(tmp_path / "model")), seed=3)
+    assert same_bits(again, first)  # random weights of the same seed
+    with torch.device("meta"):  # shapes alone: no weights are read
+        (tmp_path / "model" / "model.safetensors").unlink()
+        shapes = build_model(ModelConfig(weights=str(tmp_path / "model")), seed=0, pretrained=False)
+    assert [p.shape for p in shapes.parameters()] == [p.shape for p in first.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"config": "no-such-owner/no-such-model"},
+            "model.config = 'no-such-owner/no-such-model' cannot be opened: .*; give the",
+        ),
+        ({"weights": "no-such-owner/no-such-model"}, "model.weights = 'no-such-owner/no-such-model' cannot be opened: "),
+        ({"config": "{folder}"}, "model.config = '.*' cannot be opened: "),
+    ],
+)
+def test_a_model_that_cannot_be_opened(tmp_path, settings, sentence):
+    settings = {name: value.format(folder=tmp_path) for name, value in settings.items()}
+    with pytest.raises(ValueError, match=sentence) as caught:
+        build_model(ModelConfig(**settings), seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_lack_some_are_refused(tmp_path):
+    model = build_model(small(), seed=0)
+    model.save_pretrained(tmp_path, state_dict={name: p for name, p in model.state_dict().items() if "layers.1.mlp.up" not in name})
+    with pytest.raises(ValueError, match=r"lacks model.layers.1.mlp.up_proj.weight: it is not, or not all of, such a model"):
+        build_model(ModelConfig(weights=str(tmp_path)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "give preset"),
+        ({"preset": "16m", "config": "somewhere"}, "preset and config name two models"),
+        ({"preset": "16m", "weights": "somewhere"}, "weights bring their own config"),
+    ],
+)
+def test_settings_that_exclude_each_other(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig(**settings)
+
+
+def gradients(model, blocks) -> list[torch.Tensor]:
+    model(input_ids=blocks, labels=blocks, use_cache=False).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"attention": "eager"}])
+def test_memory_and_speed_change_no_gradient(changes):
+    blocks = some_blocks().long()
+    plain = build_model(small(), seed=0)
+    other = build_model(ModelConfig(config=small().config, **changes), seed=0)
+    assert any(getattr(m, "gradient_checkpointing", False) for m in other.modules()) == changes.get("gradient_checkpointing", False)
+    assert other.config._attn_implementation == changes.get("attention", "sdpa")
+    before = torch.get_rng_state()
+    for expected, found in zip(gradients(plain, blocks), gradients(other, blocks), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # ---- the loss
 
 

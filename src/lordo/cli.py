@@ -13,6 +13,7 @@ USAGE = """usage: lordo COMMAND …
 
   train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
   train RECIPE --help                        every setting of a recipe, with its default and what it means
+  check RECIPE                               what would stop a run, found without running it
   prepare RECIPE [--max-tokens N]            tokenize the [[data.mix]] of a recipe, once, before training on it
   compare RECIPE [--methods A,B …]           several methods on the same model and text: table, figures, report
   plan RECIPE [--workers M --bandwidth B]    what every method would send, hold and take; runs nothing
@@ -75,6 +76,12 @@ def _train(arguments: list[str]) -> int:
         print(f"lordo: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check(arguments: list[str]) -> int:
+    from lordo.trainer.check_command import main
+
+    return _guarded(main, arguments)
 
 
 def _prepare(arguments: list[str]) -> int:
@@ -168,6 +175,7 @@ def _refuse(sentence: str) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "check": _check,
     "prepare": _prepare,
     "compare": _compare,
     "plan": _plan,

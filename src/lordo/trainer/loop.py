@@ -23,6 +23,7 @@ from lordo.trainer.config import DataConfig, RunConfig
 from lordo.trainer.data import VOCABULARY, spread
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.measure import Measure, SyncMeasures
+from lordo.trainer.memory import check_memory, need
 from lordo.trainer.mix import Mix
 from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
@@ -114,7 +115,7 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
         ValueError: one sentence saying what cannot work and what to do.
     """
     shapes = outline(config)
-    pick_device(config.train.device)
+    check_memory(need(shapes.method, shapes.weights, shapes.settings, config), config, pick_device(config.train.device))
     splits = load(config.data, config.seed)
     if config.data.mix:
         outline(config, vocabulary=splits.vocabulary)
@@ -137,10 +138,20 @@ def outline(config: RunConfig, *, vocabulary: int | None = None) -> Outline:
         model, groups, optimizer = build(config, method, Solo())
         for phase in config.phase:  # refuses what the method does not have or its step cannot use
             optimizer.change_settings(**changes_at(phase.from_step, config))
+    _check_rank(config, groups)
     if vocabulary is None and not config.data.mix:
         vocabulary = VOCABULARY
     check_fits(model, vocabulary=vocabulary, sequence_length=config.data.sequence_length)
     return Outline(config, method, optimizer.defaults, groups, weights_of(optimizer.param_groups))
+
+
+def _check_rank(config: RunConfig, groups: ParamGroups) -> None:
+    """Refuse a rank that leaves no weight low-rank: the method would be another one than its name says."""
+    rank = config.method.rank
+    if rank is not None and all(route.rank is None for route in groups.routes):
+        smaller = [min(route.shape) for route in groups.routes if len(route.shape) == 2 and "smaller side" in route.reason]
+        largest = f"the largest has a smaller side of {max(smaller)}" if smaller else "the model has none"
+        raise ValueError(f"method.rank = {rank} is not below the smaller side of any matrix in the layers ({largest}): lower it")
 
 
 def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -> Outcome:
@@ -167,7 +178,8 @@ def build(
     given = config.method.settings()
     settings = method.resolve({"lr": config.method.lr, **given})
     dtype = torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
-    model: PreTrainedModel = build_model(config.model, seed=config.seed).to(device, dtype)  # type: ignore[arg-type]
+    built = build_model(config.model, seed=config.seed, pretrained=str(device) != "meta")
+    model: PreTrainedModel = built.to(device, dtype)  # type: ignore[arg-type]
     groups = param_groups(model, rank=settings["rank"])
     optimizer = DistributedOptimizer(groups, method, workers=workers, lr=config.method.lr, **given)
     return model, groups, optimizer

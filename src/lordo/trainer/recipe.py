@@ -95,7 +95,9 @@ def _override(document: dict[str, Any], name: str, value: object, file: Path) ->
     *tables, key = name.split(".")
     table = document
     for part in tables:
-        table = table.setdefault(part, {})
+        if table.get(part) is None:  # not there, or not given
+            table[part] = {}
+        table = table[part]
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: cannot set {name!r}, because {part!r} is a setting, not a table")
     table[key] = value

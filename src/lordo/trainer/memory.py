@@ -1,0 +1,86 @@
+"""Does a run fit into memory? A lower bound, from shapes alone, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lordo.accounting import Weight, state_bytes
+from lordo.methods import Method
+from lordo.trainer.config import RunConfig
+
+LOGITS_COPIES = 2
+"""The logits in float32 and their gradient are there at the same time."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes one worker needs at the least.
+
+    weights, gradients, state: what is there all the time. logits: of one part of the batch; the layers' activations come on top.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Of one worker."""
+        return self.weights + self.gradients + self.state + self.logits
+
+    def __str__(self) -> str:
+        """As part of a sentence."""
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.state, "logits": self.logits}
+        return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+
+
+def gigabytes(size: int) -> str:
+    """Bytes in the unit of memories."""
+    return f"{size / 1e9:.3g} GB"
+
+
+def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], config: RunConfig) -> Need:
+    """What one worker of a run needs."""
+    size = sum(weight.numel * weight.dtype.itemsize for weight in weights)
+    vocabulary = max((max(weight.shape) for weight in weights if len(weight.shape) == 2), default=1)  # the embedding is the longest matrix
+    tokens = config.sequences_per_worker // config.batch.accumulate * config.data.sequence_length
+    return Need(size, size, state_bytes(method, weights, settings).total(), LOGITS_COPIES * 4 * tokens * vocabulary)
+
+
+def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:
+    """Refuse a run that needs more than this machine has.
+
+    Raises:
+        ValueError: how much is needed and how much there is.
+    """
+    there = available_bytes(device)
+    here = 1 if device.type == "cuda" and "LOCAL_RANK" in os.environ else workers_here(config)
+    if there is not None and needed.total * here > there:
+        one = f"{gigabytes(needed.total)} at least ({needed})"
+        raise ValueError(
+            f"{here} workers on one machine need {gigabytes(needed.total * here)}, {one} each, but {gigabytes(there)} of memory are free: "
+            "take a smaller model, a larger batch.accumulate, or workers on several machines"
+        )
+
+
+def workers_here(config: RunConfig) -> int:
+    """How many workers share this machine's memory: all of one process, or those that torchrun started here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,101 @@
+"""`lordo check`, and what is refused before anything runs: a rank too high, a model that does not fit."""
+
+import pytest
+import torch
+
+import lordo.cli
+import lordo.trainer.memory
+from lordo.accounting import measured_state_bytes
+from lordo.sync import Solo
+from lordo.trainer.loop import build, outline, prepare
+from lordo.trainer.memory import need
+from lordo.trainer.recipe import load, override
+from test_train import micro_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return micro_recipe(tmp_path)
+
+
+def check(*arguments: object) -> int:
+    return lordo.cli.main(["check", *map(str, arguments)])
+
+
+def test_a_sound_recipe(recipe, capsys):
+    assert check(recipe) == 0
+    printed = capsys.readouterr()
+    assert "nothing found that would stop it" in printed.out
+    assert "memory of a worker: " in printed.out
+    assert printed.err == ""
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_several_findings_are_all_told(recipe, capsys):
+    assert check(recipe, "--method.rank", "40", "--data.source", '["nowhere.txt"]') == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith(
+        "lordo: method.rank = 40 is not below the smaller side of any matrix in the layers (the largest has a smaller side of"
+    )
+    assert told[1].startswith("lordo: data.source: 'nowhere.txt' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--train.eval_sequences", "100000"], "cannot take 100000 of"),
+        (["--method.omgea", "1"], "did you mean 'omega'"),
+        (["--model.config.vocab_size", "100"], "vocab_size = 100 is less than the 256 tokens of the data"),
+        (
+            ["--data.source", "none", "--data.corpus", "c", "--data.mix", "[{source = 'no/such'}]"],
+            "cannot be read from the Hugging Face hub",
+        ),
+        (["--workers", "5000"], "are too few for 5000 workers"),
+    ],
+)
+def test_a_finding(recipe, capsys, options, sentence):
+    assert check(recipe, *options) == 2
+    errors = capsys.readouterr().err
+    assert sentence in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_mixture_that_is_not_prepared_yet_is_no_mistake(recipe, tmp_path, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("some text")
+    mix = ["--data.source", "none", "--data.corpus", str(tmp_path / "corpus"), "--data.mix", f"[{{source = '{texts}'}}]"]
+    assert check(recipe, *mix) == 0
+    assert "is not there yet: lordo prepare comes before lordo train" in capsys.readouterr().out
+
+
+# ---- memory
+
+
+def test_the_need_is_that_of_the_real_tensors(recipe):
+    config = load(recipe)
+    shapes = outline(config)
+    model, _, optimizer = build(config, shapes.method, Solo(), "cpu")
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    needed = need(shapes.method, shapes.weights, shapes.settings, config)
+    assert (needed.weights, needed.gradients) == (size, size)
+    assert needed.state == measured_state_bytes(optimizer).total()
+    assert needed.logits == 2 * 4 * 2 * 32 * 256  # float32 and its gradient, 2 sequences of 32 tokens, 256 tokens to choose from
+    halved = need(shapes.method, shapes.weights, shapes.settings, override(config, {"batch.accumulate": 2}))
+    assert halved.logits == needed.logits // 2
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(recipe, monkeypatch):
+    monkeypatch.setattr(lordo.trainer.memory, "available_bytes", lambda device: 10_000_000)
+    config = override(load(recipe), {"model.preset": "16m", "model.config": None})
+    sentence = r"4 workers on one machine need [\d.]+ GB, [\d.]+ GB at least \(weights 0.064 GB, .*but 0.01 GB of memory are free: take"
+    with pytest.raises(ValueError, match=sentence):
+        prepare(config)
+    monkeypatch.setattr(lordo.trainer.memory, "available_bytes", lambda device: None)
+    lordo.trainer.memory.check_memory(need(*_parts(config)), config, torch.device("cpu"))  # nobody tells: nothing is refused
+
+
+def _parts(config):
+    shapes = outline(config)
+    return shapes.method, shapes.weights, shapes.settings, config
