@@ -128,6 +128,15 @@ def test_link_leads_somewhere(target):
     assert (ROOT / target).exists()
 
 
+def test_every_test_that_the_hazards_name_exists():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "hazards.md").read_text()))
+    present = {
+        name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 50
+    assert not named - present
+
+
 def test_the_tree_names_what_is_there():
     tree = re.search(r"```text\n(src/lordo/.*?)```", README, flags=re.DOTALL)[1]
     named = set(re.findall(r"([a-z_]+\.py)\b", tree))

@@ -568,7 +568,7 @@ def test_what_one_machine_lacks_is_told_on_all(tmp_path):
     lacking = override(good, {"data.source": [str(tmp_path / "not-here.py")]})
 
     def prepared_alike(workers):
-        return prepare_alike(lacking if workers.rank == 1 else good, workers, lambda prepared: None)
+        return prepare_alike(lacking if workers.rank == 1 else good, workers)
 
     with pytest.raises(UsageError, match=r"^worker 1: .*not-here\.py"):
         lordo.simulate(prepared_alike, 3)

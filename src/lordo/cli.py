@@ -12,6 +12,7 @@ from lordo.suggest import unknown
 USAGE = """usage: lordo COMMAND …
 
   train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
+  train RECIPE|RUN --resume                  go on with a recipe's last run, or with the run in a folder
   train RECIPE --help                        every setting of a recipe, with its default and what it means
   check RECIPE                               what would stop a run, found without running it
   prepare RECIPE [--max-tokens N]            tokenize the [[data.mix]] of a recipe, once, before training on it
@@ -29,7 +30,7 @@ lordo COMMAND --help tells more about a command. https://arxiv.org/abs/2602.0439
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (the run failed), 2 (asked for something that cannot work), 130 (interrupted)."""
+    """Run one command; returns the exit code: 0, 1 (the run failed), 2 (asked for something that cannot work), 130 or 143 (interrupted)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -60,20 +61,29 @@ def entry() -> NoReturn:
 
 def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        return _usage("lordo train RECIPE [--SECTION.SETTING VALUE …]", arguments)
+        return _usage("lordo train RECIPE|RUN [--resume] [--SECTION.SETTING VALUE …]", arguments)
     from lordo.sync import DisagreementError, WorkerError
     from lordo.trainer.config import ConfigError, UsageError
     from lordo.trainer.launch import run
-    from lordo.trainer.options import load_with_options
+    from lordo.trainer.options import load_with_options, run_folder
+    from lordo.trainer.stopping import Interrupted
     from lordo.trainer.terminal import wide_console
 
     try:
-        config = load_with_options(arguments[0], arguments[1:], command="lordo train")
-        run(config, wide_console())
+        resume = "--resume" in arguments
+        path, *options = [word for word in arguments if word != "--resume"]
+        folder = run_folder(path, resume=resume)
+        config = load_with_options(f"{folder}/config.toml" if folder else path, options, command="lordo train")
+        run(config, wide_console(), resume=folder or resume)
+    except Interrupted as stopped:
+        if _speaks():
+            print(f"lordo: {stopped}", file=sys.stderr)
+        return 128 + stopped.number
     except (ConfigError, UsageError, DisagreementError) as error:
         return _refuse(str(error))
     except (WorkerError, FloatingPointError, OSError) as error:  # OSError: a disk that fills up
-        print(f"lordo: {error}", file=sys.stderr)
+        hint = f"; {note[0]}" if (note := getattr(error, "__notes__", [])) else ""
+        print(f"lordo: {error}{hint}", file=sys.stderr)
         return 1
     return 0
 

@@ -40,6 +40,7 @@ class Comm(ABC):
     Attributes:
         rank: number of this worker, 0 … size − 1.
         size: number of workers M.
+        phase: what this worker is doing: "compute", or the tag of what is being timed.
         moved: per tag, what collectives moved; `bytes_sent` turns it into bytes.
         seconds: per tag, seconds spent (waiting included, except where workers share one process and take turns).
         at_once: workers that compute at the same time in this process, and whose seconds add up.
@@ -52,6 +53,7 @@ class Comm(ABC):
     def __init__(self, rank: int, size: int) -> None:
         """Worker `rank` of `size`, nothing sent yet."""
         self.rank, self.size = rank, size
+        self.phase = "compute"
         self.moved: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -155,10 +157,12 @@ class Comm(ABC):
     @contextmanager
     def timed(self, tag: str) -> Iterator[None]:
         """Add the seconds of a block of code to `seconds[tag]`."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.phase
+        self.phase = tag
         try:
             yield
         finally:
+            self.phase = before
             self.add_seconds(tag, time.perf_counter() - start)
 
     def add_seconds(self, tag: str, seconds: float) -> None:

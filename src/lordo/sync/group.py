@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,19 @@ class Group(Comm):
 
     The group is looked up by name at each call and never held: gloo aborts at interpreter exit when an object still holds
     a group (pytorch issue 190489).
+
+    Attributes:
+        waiting: in which call this worker is, and since when (time.monotonic); None outside of calls.
+        longest_gap: the longest time in seconds between two calls so far; None before the second one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """A group this process belongs to."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._name = group.group_name
+        self.waiting: tuple[str, float] | None = None
+        self.longest_gap: float | None = None
+        self._last_exchange: float | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -34,9 +42,14 @@ class Group(Comm):
 
     @contextmanager
     def _waiting(self, call: str) -> Iterator[None]:
-        """Say in which call another worker failed this one."""
+        """Say in which call another worker failed this one, and note how long calls are apart."""
+        now = time.monotonic()
+        if self._last_exchange is not None:
+            self.longest_gap = max(self.longest_gap or 0.0, now - self._last_exchange)
+        self.waiting = call, now
         try:
             yield
+            self.waiting, self._last_exchange = None, time.monotonic()
         except RuntimeError as error:
             raise WorkerError(f"worker {self.rank}: {call} failed, probably because another worker failed or left: {error}") from error
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lordo.sync import Comm
 from lordo.trainer.config import RunConfig, UsageError
-from lordo.trainer.folder import RunFolder
 from lordo.trainer.loop import Prepared, prepare
+from lordo.trainer.recipe import flat
+
+Made = TypeVar("Made")
 
 
-def prepare_alike(config: RunConfig, workers: Comm, begin: Callable[[Prepared], RunFolder]) -> tuple[Prepared, RunFolder | None]:
-    """Prepare on every process, make the run's folder on worker 0, and make sure that all have the same.
+def prepare_alike(config: RunConfig, workers: Comm) -> Prepared:
+    """Prepare on every process, and make sure that all have the same.
 
     Args:
-        config: this process's settings. workers: all of them. begin: makes the folder; called on worker 0 alone.
-
-    Returns:
-        What is prepared, and on worker 0 the folder.
+        config: this process's settings. workers: all of them.
 
     Raises:
         UsageError: on every process alike, what one of them could not do, or in what two of them differ.
@@ -31,13 +30,23 @@ def prepare_alike(config: RunConfig, workers: Comm, begin: Callable[[Prepared], 
     _raise_what_any(workers, complaint)
     assert prepared is not None
     _compare(workers.gather(_settings(prepared)))
-    folder, complaint = None, None
+    return prepared
+
+
+def on_first(workers: Comm, make: Callable[[], Made], *, keep: bool = False) -> Made | None:
+    """What worker 0 makes; on the others it is a copy, or nothing if worker 0 keeps it.
+
+    Raises:
+        UsageError: on every process alike, if worker 0 could not make it.
+    """
+    made, complaint = None, None
     try:
-        folder = begin(prepared) if workers.rank == 0 else None
+        made = make() if workers.rank == 0 else None
     except ValueError as error:
         complaint = str(error)
     _raise_what_any(workers, complaint)
-    return prepared, folder
+    first: Made | None = workers.gather(None if keep else made)[0]
+    return made if keep else first
 
 
 def _raise_what_any(workers: Comm, complaint: str | None) -> None:
@@ -51,7 +60,7 @@ def _raise_what_any(workers: Comm, complaint: str | None) -> None:
 def _settings(prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all processes: every setting, and a fingerprint of the text."""
     text = [(part.name, part.fingerprint, len(part.blocks)) for part in prepared.splits.train]
-    return {**_flat(prepared.config.model_dump()), "the training text": text}
+    return {**flat(prepared.config.model_dump()), "the training text": text}
 
 
 def _compare(notes: list[dict[str, Any]]) -> None:
@@ -63,10 +72,3 @@ def _compare(notes: list[dict[str, Any]]) -> None:
                     f"{name} is {notes[0].get(name)} on worker 0 but {theirs.get(name)} on worker {worker}: "
                     "start every worker with the same recipe, options and files"
                 )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -226,6 +226,7 @@ def run_member(member: Member, console: Console) -> Result:
     try:
         prepared = prepare(member.config, load=_text)
         summary = run_in_threads(prepared, RunFolder(member.config, path=member.path), console, keep_model=False)
+        assert summary is not None  # nobody asks a member to stop in good order
     except (UsageError, ConfigError):
         raise
     except Exception as error:  # whatever befell this member, the others go on

@@ -304,6 +304,15 @@ class TrainConfig(Settings):
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the log goes besides `metrics.jsonl`: TensorBoard (into the run's folder), W&B (project lordo; WANDB_MODE as always)."""
 
+    checkpoint_every: Count | None = None
+    """Steps between two checkpoints, from which a run can go on; None writes one only when it is asked to stop."""
+
+    keep_last: Count = 2
+    """Checkpoints that are kept; older ones are removed when a newer one is complete."""
+
+    timeout_seconds: Positive | None = None
+    """How long another process may be silent, or be waited for in an exchange; None: a minute, and five times the longest round so far."""
+
     threads: Count | None = None
     """CPU threads of each process; None leaves the choice to torch."""
 

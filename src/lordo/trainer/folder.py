@@ -25,8 +25,12 @@ from lordo.trainer.terminal import print_summary, wide_console
 class RunFolder:
     """`<output>/<name>/`, or `<name>-2`, … where that exists: nothing of an earlier run is overwritten."""
 
-    def __init__(self, config: RunConfig, *, path: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, *, path: Path | None = None, from_step: int = 0) -> None:
         """Make the folder (at `path` if that is given) and write the resolved settings into it.
+
+        Args:
+            config: the run. path: the folder, if it is not to be a new one. from_step: where the run goes on; of the metrics that are
+                there, those of later steps are dropped, since they will come again.
 
         Raises:
             ValueError: it cannot be made.
@@ -36,7 +40,12 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             dump(config, self.path / "config.toml")
-            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+            (self.path / "summary.json").unlink(missing_ok=True)  # it is not finished now
+            kept = _metrics_until(self.path / "metrics.jsonl", min(from_step, config.train.steps - 1))
+            beside = self.path / "metrics.jsonl.partial"
+            beside.write_text("".join(kept), encoding="utf-8")
+            beside.replace(self.path / "metrics.jsonl")
+            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             if path is None:  # made just now, and empty
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -91,6 +100,15 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             transformers_logging.enable_progress_bar()
+
+
+def _metrics_until(path: Path, step: int) -> list[str]:
+    """Lines of a run's metrics up to a step; a last line that was cut off by a crash is dropped."""
+    if step == 0 or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("}\n")]
+    return [line for line in whole if json.loads(line)["step"] <= step]
 
 
 def _new_folder(output: Path, name: str) -> Path:

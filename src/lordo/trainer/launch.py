@@ -4,38 +4,55 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lordo.sync import Comm, as_comm, simulate
-from lordo.trainer.alike import prepare_alike
+from lordo.sync import Comm, Group, WorkerError, simulate
+from lordo.trainer.alike import on_first, prepare_alike
+from lordo.trainer.checkpoint import checkpoints, clear, complete
 from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.folder import RunFolder
+from lordo.trainer.going_on import folder_to_resume, is_restart, usable, usable_by_all
 from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
 from lordo.trainer.models import drops_out
+from lordo.trainer.saving import Keeping
+from lordo.trainer.stopping import Interrupted, StopPoint, signals_stop
 from lordo.trainer.summary import Summary, summarize
-from lordo.trainer.terminal import print_prepared, print_summary
+from lordo.trainer.terminal import print_prepared, print_summary, report
 from lordo.trainer.trackers import check_installed, observed
+from lordo.trainer.watch import Watch
+from lordo.trainer.writer import settle_writers
 
-TIMEOUT = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
+EXCHANGE_TIMEOUT = timedelta(days=1)  # of no account: the watch ends a process long before
 Made = TypeVar("Made")
 
 
-def run(config: RunConfig, console: Console) -> Summary | None:
+def run(config: RunConfig, console: Console, *, resume: bool | Path = False) -> Summary | None:
     """Train as the settings say, with the workers this process has or belongs to.
+
+    Args:
+        config: the run. console: where it is told. resume: go on with the last run of these settings, or with the one in a folder.
 
     Returns:
         The summary; None on the processes that are not worker 0.
 
     Raises:
         UsageError: what was asked for cannot work.
+        Interrupted: by SIGINT or SIGTERM; a checkpoint was left.
     """
-    return _run_processes(config, console) if under_torchrun() else _run_threads(config, console)
+    return _run_processes(config, console, resume or is_restart()) if under_torchrun() else _run_threads(config, console, resume)
 
 
 def under_torchrun() -> bool:
@@ -43,27 +60,44 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _run_threads(config: RunConfig, console: Console) -> Summary:
+def _run_threads(config: RunConfig, console: Console, resume: bool | Path) -> Summary:
     prepared = _checked(lambda: prepare(config))
-    folder = _begin(prepared, console)
-    summary = run_in_threads(prepared, folder, console)
+    path = folder_to_resume(config, resume)
+    steps = usable(checkpoints(path), range(config.workers), config.workers) if path else []
+    folder = _begin(prepared, console, path, steps)
+    stop = StopPoint()
+    with signals_stop(stop, patient=False):
+        summary = run_in_threads(prepared, folder, console, from_step=steps[-1] if steps else None, stop=stop)
+    if summary is None:
+        raise _interrupted(stop, folder.path)
     _tell_end(summary, folder, console)
     return summary
 
 
-def run_in_threads(prepared: Prepared, folder: RunFolder, console: Console, *, keep_model: bool = True) -> Summary:
-    """Train with all workers in this process, and leave the result in the folder."""
+def run_in_threads(
+    prepared: Prepared,
+    folder: RunFolder,
+    console: Console,
+    *,
+    keep_model: bool = True,
+    from_step: int | None = None,
+    stop: StopPoint | None = None,
+) -> Summary | None:
+    """Train with all workers in this process, and leave the result in the folder; None if it was asked to stop."""
     comms: list[Comm] = []
     at_once = workers_at_once(prepared)
     threads = prepared.config.train.threads or max(1, available_cores() // at_once)
+    keeping = Keeping(checkpoints(folder.path), from_step, report)
 
-    def work(workers: Comm) -> Outcome:
+    def work(workers: Comm) -> Outcome | None:
         comms.append(workers)
         torch.set_num_threads(threads)
-        return train(prepared, workers, observer if workers.rank == 0 else None)
+        return train(prepared, workers, observer if workers.rank == 0 else None, keeping=keeping, stop=stop)
 
-    with observed(console, folder, prepared.config) as observer:
+    with observed(console, folder, prepared.config) as observer, telling_where(folder.path):
         outcomes = simulate(work, prepared.config.workers, at_once=at_once)
+    if outcomes[0] is None:
+        return None
     comm = min(comms, key=lambda workers: workers.rank)
     summary = summarize(prepared, outcomes[0], comm, at_once=at_once)
     folder.finish(summary, outcomes[0].model if keep_model else None)
@@ -88,7 +122,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run_processes(config: RunConfig, console: Console) -> Summary | None:
+def _run_processes(config: RunConfig, console: Console, resume: bool | Path) -> Summary | None:
     world = int(os.environ["WORLD_SIZE"])
     if world != config.workers:
         raise UsageError(
@@ -98,24 +132,81 @@ def _run_processes(config: RunConfig, console: Console) -> Summary | None:
     device = _checked(lambda: pick_device(config.train.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    store = _join("nccl" if device.type == "cuda" else "gloo")
     try:
-        return _work_as_process(config, console)
+        return _watched(config, console, resume, store)
     finally:
         # gloo aborts at exit if anything still refers to a group
         dist.destroy_process_group()
         gc.collect()
 
 
-def _work_as_process(config: RunConfig, console: Console) -> Summary | None:
+def _join(backend: str) -> Store:
+    """Join the group of all processes; returns a connection of its own to the store by which they found each other."""
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun's store outlives its processes: the addresses of an earlier start are still in it
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT)
+    _set_pg_timeout(EXCHANGE_TIMEOUT)
+    clone: Store = store.clone()
+    return clone
+
+
+def _watched(config: RunConfig, console: Console, resume: bool | Path, store: Store) -> Summary | None:
+    """Work as one of several processes that watch each other."""
+    places: list[Path] = []  # the run's folder, as soon as there is one
+
+    def last_words() -> str | None:
+        settle_writers()
+        return how_to_go_on(places[0]) if places else None
+
     assert dist.group.WORLD is not None
-    workers = as_comm(dist.group.WORLD)
-    prepared, folder = prepare_alike(config, workers, lambda prepared: _begin(prepared, console))
+    workers = Group(dist.group.WORLD)
+    name = workers.gather(uuid.uuid4().hex)[0]  # not that of a watch before a restart
+    watch = Watch(PrefixStore(f"watch {name}", store), workers, config.train.timeout_seconds, last_words)
+    failure: str | None = "an error of its own"
+    try:
+        with signals_stop(watch.stop_point, patient=True):
+            summary = _work_as_process(config, console, resume, workers, watch.stop_point, places)
+        failure = None
+        return summary
+    except Interrupted:
+        failure = None
+        raise
+    except WorkerError as error:
+        failure = watch.blame()
+        told = WorkerError(f"{failure or error}; worker {workers.rank} was in step {watch.stop_point.step}, {watch.phase}")
+        if hint := last_words():
+            told.add_note(hint)
+        raise told from error
+    except Exception as error:
+        failure = str(error)
+        raise
+    finally:
+        settle_writers()
+        watch.close(failure)
+
+
+def _work_as_process(
+    config: RunConfig, console: Console, resume: bool | Path, workers: Group, stop: StopPoint, places: list[Path]
+) -> Summary | None:
+    prepared = prepare_alike(config, workers)
+    path = on_first(workers, lambda: folder_to_resume(config, resume))
+    steps = usable_by_all(path, workers) if path else []
+    folder = on_first(workers, lambda: _begin(prepared, console, path, steps), keep=True)
+    place = on_first(workers, lambda: folder.path if folder else None)
+    assert place is not None
+    places.append(place)
+    keeping = Keeping(checkpoints(place), steps[-1] if steps else None, report)
+    with ExitStack() as stack:
+        observer = stack.enter_context(observed(console, folder, config)) if folder else None
+        stack.enter_context(telling_where(place))
+        outcome = train(prepared, workers, observer, keeping=keeping, stop=stop)
+    if outcome is None:
+        raise _interrupted(stop, place)
     if folder is None:
-        train(prepared, workers)
         return None
-    with observed(console, folder, config) as observer:
-        outcome = train(prepared, workers, observer)
     summary = summarize(prepared, outcome, workers, at_once=None)
     folder.finish(summary, outcome.model)
     _tell_end(summary, folder, console)
@@ -130,10 +221,40 @@ def _checked(make: Callable[[], Made]) -> Made:
         raise UsageError(str(error)) from error
 
 
-def _begin(prepared: Prepared, console: Console) -> RunFolder:
+def _begin(prepared: Prepared, console: Console, path: Path | None, steps: list[int]) -> RunFolder:
+    """Make the run's folder, or open it again to go on from the last of some checkpoints."""
     _checked(lambda: check_installed(prepared.config.train.trackers))
     print_prepared(prepared, console)
-    return _checked(lambda: RunFolder(prepared.config))
+    from_step = steps[-1] if steps else 0
+    folder = _checked(lambda: RunFolder(prepared.config, path=path, from_step=from_step))
+    if path is not None:
+        clear(checkpoints(path), from_step)
+        console.print(f"going on in {path}/ after step {from_step}\n", highlight=False, soft_wrap=True)
+    return folder
+
+
+def _interrupted(stop: StopPoint, path: Path) -> Interrupted:
+    assert stop.number is not None
+    name = signal.Signals(stop.number).name
+    return Interrupted(f"interrupted by {name} after step {stop.last_step}; go on with: lordo train {path} --resume", stop.number)
+
+
+@contextmanager
+def telling_where(path: Path) -> Iterator[None]:
+    """Add to an error from which checkpoint the run can go on."""
+    try:
+        yield
+    except (FloatingPointError, OSError) as error:
+        settle_writers()
+        if hint := how_to_go_on(path):
+            error.add_note(hint)
+        raise
+
+
+def how_to_go_on(path: Path) -> str | None:
+    """From which checkpoint the run in a folder can go on; None if there is none."""
+    found = complete(checkpoints(path))
+    return f"the last checkpoint is that of step {found[-1]}, go on with: lordo train {path} --resume" if found else None
 
 
 def _tell_end(summary: Summary, folder: RunFolder, console: Console) -> None:

@@ -21,13 +21,17 @@ from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
 from lordo.trainer.config import DataConfig, RunConfig
 from lordo.trainer.data import VOCABULARY, spread
+from lordo.trainer.eras import Era, bytes_sent
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.measure import Measure, SyncMeasures
 from lordo.trainer.memory import check_memory, need
 from lordo.trainer.mix import Mix
 from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
+from lordo.trainer.resume import Place
+from lordo.trainer.saving import Keeping, Saver
 from lordo.trainer.splits import Splits
+from lordo.trainer.stopping import StopPoint
 from lordo.trainer.text import load_text
 
 
@@ -96,6 +100,7 @@ class Outcome:
     seconds: float
     skipped_steps: int
     left_out: int
+    eras: tuple[Era, ...]
 
 
 class Observer(Protocol):
@@ -154,21 +159,30 @@ def _check_rank(config: RunConfig, groups: ParamGroups) -> None:
         raise ValueError(f"method.rank = {rank} is not below the smaller side of any matrix in the layers ({largest}): lower it")
 
 
-def train(prepared: Prepared, workers: Comm, observer: Observer | None = None) -> Outcome:
+def train(
+    prepared: Prepared, workers: Comm, observer: Observer | None = None, *, keeping: Keeping, stop: StopPoint | None = None
+) -> Outcome | None:
     """Train as one worker.
 
     Args:
         prepared: the run. workers: this worker's connection to the others. observer: told of the progress, on worker 0.
+        keeping: where its checkpoints go, and from which it goes on. stop: asked before each step whether to go on.
+
+    Returns:
+        What it has at the end; None if it was asked to stop, and has left a checkpoint.
     """
     config = prepared.config
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     device = pick_device(config.train.device)
     model, _, optimizer = build(config, prepared.method, workers, device)
+    saver = Saver(keeping, config, model, optimizer)
+    place = saver.restore()
     optimizer.start()
-    text = Mix(prepared.splits.train, workers.rank, workers.size, config.seed)
+    earlier = [(era.workers, era.used) for era in place.eras]
+    text = Mix(prepared.splits.train, workers.rank, workers.size, config.seed, earlier=earlier)
     validation = spread(prepared.splits.validation, config.train.eval_sequences)
-    return _Loop(config, workers, model, optimizer, text, observer, device).run(validation)
+    return _Loop(config, workers, model, optimizer, text, observer, device, saver, place).run(validation, stop or StopPoint())
 
 
 def build(
@@ -221,37 +235,56 @@ class _Loop:
         text: Mix,
         observer: Observer | None,
         device: torch.device,
+        saver: Saver,
+        place: Place,
     ) -> None:
         self.config, self.workers, self.model, self.optimizer = config, workers, model, optimizer
         self.text, self.observer, self.device = text, observer, device
-        self.position = 0
+        self.saver, self.place = saver, place
         self.sequences = config.sequences_per_worker
-        self.first_bases: list[torch.Tensor] = []
-        self.began = self.logged_at = time.perf_counter()
-        self.logged_step = 0
-        self.measure = Measure(optimizer, self.is_told)
+        self.tokens_before = sum(era.used * era.workers for era in place.eras) * config.data.sequence_length
+        self.logged_at = time.perf_counter()
+        self.began = self.logged_at - place.seconds
+        self.logged_step = place.step
+        self.measure = Measure(optimizer, self.is_told, going_on=place.round)
 
-    def run(self, validation: torch.Tensor) -> Outcome:
+    def run(self, validation: torch.Tensor, stop: StopPoint) -> Outcome | None:
         """All steps, then the final average and evaluation."""
-        steps = self.config.train.steps
-        evaluation = None
-        for step in range(1, steps + 1):
+        place, steps = self.place, self.config.train.steps
+        loss, norm = torch.tensor(place.loss), torch.tensor(place.gradient_norm)
+        for step in range(place.step + 1, steps + 1):
+            if not stop.begin(step):
+                self.saver.finish(self.reached(loss, norm))
+                return None
             self.optimizer.change_settings(**changes_at(step, self.config))
-            lr = float(self.optimizer.param_groups[0]["lr"])
-            loss, norm = self.step()  # tensors: reading them would make a GPU wait
+            loss, norm = self.step(step)  # tensors: reading them would make a GPU wait
             self.measure.stepped(step)
             if step == 1:
-                self.first_bases = [basis.clone() for basis in self.bases()]
-            last = step == steps
-            if last:
-                self.optimizer.average_parameters()
-            evaluation = self.evaluate(validation) if self.is_evaluated(step) else None
-            if self.is_told(step):
-                self.log(step, loss, norm, lr, evaluation)
-        assert evaluation is not None
+                place.first_bases = tuple(basis.clone() for basis in self.bases())
+            place.step = step
+            if step < steps and self.is_told(step):
+                self.log(loss, norm, self.evaluate(validation) if self.is_evaluated(step) else None)
+            if self.saver.is_due(step):
+                self.saver.save(self.reached(loss, norm))
+        self.optimizer.average_parameters()  # after the last checkpoint: a run may be trained on
+        evaluation = self.evaluate(validation)
+        self.log(loss, norm, evaluation)
+        self.saver.finish()
         seconds = time.perf_counter() - self.began
         skipped, left_out = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
-        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out)
+        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out, (*place.eras, self.era()))
+
+    def reached(self, loss: torch.Tensor, norm: torch.Tensor) -> Place:
+        """Where the run stands, for a checkpoint."""
+        place = self.place
+        place.loss, place.gradient_norm, place.seconds = float(loss), float(norm), time.perf_counter() - self.began
+        place.round = self.measure.round()
+        return place
+
+    def era(self) -> Era:
+        """The present stretch with this number of workers."""
+        workers, sent = self.workers, {tag: self.workers.bytes_sent(tag) for tag in self.workers.moved}
+        return Era(workers.size, self.place.start, self.place.step, self.sequences, sent)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the averaged model is evaluated after a step."""
@@ -266,10 +299,9 @@ class _Loop:
         """Steps that this worker skipped, and averages that left it out, because its numbers were not finite."""
         return self.optimizer.num_skipped_steps, self.optimizer.num_left_out
 
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step on the next batch: its loss, and the gradient's norm before clipping."""
-        tokens = self.text.batch(self.position, self.sequences).to(self.device)
-        self.position += self.sequences
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Optimizer step number t on the next batch: its loss, and the gradient's norm before clipping."""
+        tokens = self.text.batch((step - 1 - self.place.start) * self.sequences, self.sequences).to(self.device)
         loss = self.gradients(tokens)
         self.optimizer.average_gradients()
         clip = self.config.train.clip
@@ -302,10 +334,11 @@ class _Loop:
         states = [self.optimizer.state[p] for _, p, _ in self.optimizer.named_members()]
         return [state["basis"] for state in states if "basis" in state]
 
-    def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, evaluation: Evaluation | None) -> None:
+    def log(self, loss: torch.Tensor, norm: torch.Tensor, evaluation: Evaluation | None) -> None:
         """Gather the workers' losses, and tell the observer."""
         notes = self.workers.gather((float(loss), *self.lost()))
-        now = time.perf_counter()
+        now, step = time.perf_counter(), self.place.step
+        sent = bytes_sent((*self.place.eras, self.era()))
         if self.observer is not None:
             losses = [each for each, *_ in notes]
             self.observer.progressed(
@@ -314,9 +347,9 @@ class _Loop:
                     loss=sum(losses) / len(losses),
                     loss_min=min(losses),
                     loss_max=max(losses),
-                    lr=lr,
-                    tokens=step * self.config.tokens_per_step,
-                    bytes_sent=self.workers.bytes_sent() - self.workers.bytes_sent("evaluation"),
+                    lr=changes_at(step, self.config)["lr"],
+                    tokens=self.tokens_before + (step - self.place.start) * self.config.tokens_per_step,
+                    bytes_sent=sent.total() - sent["evaluation"],
                     seconds=now - self.began,
                     tokens_per_second=(step - self.logged_step) * self.config.tokens_per_step / max(now - self.logged_at, 1e-9),
                     steps_to_next_sync=self.optimizer.steps_to_next_sync,
@@ -334,7 +367,7 @@ class _Loop:
     def about_bases(self) -> dict[str, Any]:
         """How far the bases have moved."""
         report = self.optimizer.report
-        now = [overlap(first, basis) for first, basis in zip(self.first_bases, self.bases(), strict=True)]
+        now = [overlap(first, basis) for first, basis in zip(self.place.first_bases, self.bases(), strict=True)]
         return {
             "overlap": report.overlap,
             "overlap_with_first": sum(now) / len(now) if now else None,

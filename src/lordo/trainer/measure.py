@@ -44,6 +44,19 @@ class SyncMeasures:
 
 
 @dataclass
+class Round:
+    """What is known of a round that has not ended, so that a run that goes on in the middle of it tells the same of it.
+
+    Attributes:
+        start: the sampled weights at its start. moved: what collectives had moved then, per tag. latest: a synchronisation not told yet.
+    """
+
+    start: Tensor
+    moved: dict[str, int]
+    latest: SyncMeasures | None
+
+
+@dataclass
 class _Note:
     """What a worker has seen between its local step and the synchronisation."""
 
@@ -58,9 +71,10 @@ class Measure:
 
     Args:
         optimizer: of this worker. is_told: whether a step has a line in the log; the same on every worker.
+        going_on: the round that a run goes on with; None begins one.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, is_told: Callable[[int], bool]) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, is_told: Callable[[int], bool], *, going_on: Round | None = None) -> None:
         """Note where weights and counters stand."""
         self.optimizer, self.is_told = optimizer, is_told
         self.latest: SyncMeasures | None = None
@@ -70,6 +84,12 @@ class Measure:
         self._note: _Note | None = None
         optimizer.local_step_hooks.append(self._look)
         self._begin_round()
+        if going_on is not None:
+            self._start, self._moved, self.latest = going_on.start, Counter(going_on.moved), going_on.latest
+
+    def round(self) -> Round:
+        """The present round, to go on with it later."""
+        return Round(self._start, dict(self._moved), self.latest)
 
     def _begin_round(self) -> None:
         self._start = self._sample()

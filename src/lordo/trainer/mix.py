@@ -23,18 +23,22 @@ class Mix:
     Args:
         parts: the sources, the same on every worker.
         worker, num_workers, seed: see `Shard`.
+        earlier: (number of workers, blocks of all sources used by each) before the number of workers changed, oldest first.
 
     Raises:
         ValueError: there is no such worker, or a source has fewer blocks than there are workers.
     """
 
-    def __init__(self, parts: Sequence[Part], worker: int, num_workers: int, seed: int) -> None:
+    def __init__(self, parts: Sequence[Part], worker: int, num_workers: int, seed: int, *, earlier: Sequence[tuple[int, int]] = ()) -> None:
         """Take this worker's part of each source."""
-        self.shards = [_shard(part, worker, num_workers, seed) for part in parts]
         self.turns = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(whole_shares([part.weight for part in parts])))
-        self.seed = seed
+        self.seed, self.num_sources = seed, len(parts)
         self._round, self._order, self._nth = -1, self.turns, self.turns
         self._begin(0)
+        before = [(workers, self.used_of_each(used)) for workers, used in earlier]
+        self.shards = [
+            _shard(part, worker, num_workers, seed, [(workers, used[i]) for workers, used in before]) for i, part in enumerate(parts)
+        ]
 
     def batch(self, position: int, size: int) -> Tensor:
         """Give the next `size` blocks, (size, sequence_length) int64, after `position` blocks were used."""
@@ -47,6 +51,13 @@ class Mix:
         source = int(self._order[offset])
         return source, number * int((self.turns == source).sum()) + int(self._nth[offset])
 
+    def used_of_each(self, used: int) -> list[int]:
+        """Give how many of the first `used` blocks come from each source."""
+        number, offset = divmod(used, len(self.turns))
+        self._begin(number)
+        whole, rest = (torch.bincount(turns, minlength=self.num_sources) for turns in (self.turns, self._order[:offset]))
+        return [int(count) for count in number * whole + rest]
+
     def _begin(self, number: int) -> None:
         """Lay out a round: the source of each turn, and how many turns of that source came before in this round."""
         if number == self._round:
@@ -54,14 +65,14 @@ class Mix:
         self._round = number
         self._order = self.turns[permutation(len(self.turns), "mix", self.seed, number)]
         self._nth = torch.empty_like(self._order)
-        for source in range(len(self.shards)):
+        for source in range(self.num_sources):
             mine = self._order == source
             self._nth[mine] = torch.arange(int(mine.sum()))
 
 
-def _shard(part: Part, worker: int, num_workers: int, seed: int) -> Shard:
+def _shard(part: Part, worker: int, num_workers: int, seed: int, earlier: Sequence[tuple[int, int]]) -> Shard:
     try:
-        return Shard(part.blocks, worker, num_workers, seed)
+        return Shard(part.blocks, worker, num_workers, seed, earlier=earlier)
     except ValueError as error:
         raise ValueError(f"{part.name}: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lordo.trainer.config import ConfigError, RunConfig, Settings
@@ -24,6 +25,19 @@ class Parser(argparse.ArgumentParser):
             self.parse_args(arguments)  # --help
             self.error("the recipe is missing: it comes first")
         return arguments[0], *self.parse_known_args(arguments[1:])
+
+
+def run_folder(path: str, *, resume: bool) -> Path | None:
+    """The folder of a run if the path is one; None for a recipe.
+
+    Raises:
+        ConfigError: it is one, but the run is not to go on.
+    """
+    if not (Path(path) / "config.toml").is_file():
+        return None
+    if not resume:
+        raise ConfigError(f"{path} is the folder of a run: add --resume to go on with it, or give a recipe to begin another one")
+    return Path(path)
 
 
 def load_with_options(path: str, options: Sequence[str], *, command: str) -> RunConfig:

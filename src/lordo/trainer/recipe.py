@@ -111,3 +111,11 @@ def dump(config: RunConfig, path: str | os.PathLike[str]) -> None:
 def dumps(config: RunConfig) -> str:
     """Give all settings of a run, defaults included, as TOML text."""
     return "\n".join(toml_table(config.model_dump(mode="json"), ())) + "\n"
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -1,5 +1,7 @@
 """One worker's part of the text, as a stream whose place is one integer."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,17 +15,21 @@ class Shard:
     once an epoch, each epoch in a new order given by (seed, epoch). Where it stands is one integer, the number of
     blocks it has used; nothing else needs to be saved to resume.
 
+    When the number of workers changes, what each had not read of its epoch is pooled, dealt out again, and read first; then whole
+    epochs follow. So no block comes twice, and none is left out, in an epoch that several numbers of workers share.
+
     Args:
         blocks: (num_blocks, sequence_length) of an integer type, the same on every worker.
         worker: this one, from 0 up to, not including, `num_workers`.
         num_workers: how many share the blocks.
         seed: decides the order, the same on every worker.
+        earlier: (number of workers, blocks used by each) before the number changed, oldest first.
 
     Raises:
         ValueError: there is no such worker, or there are fewer blocks than workers.
     """
 
-    def __init__(self, blocks: Tensor, worker: int, num_workers: int, seed: int) -> None:
+    def __init__(self, blocks: Tensor, worker: int, num_workers: int, seed: int, *, earlier: Sequence[tuple[int, int]] = ()) -> None:
         """Deal out the blocks and keep this worker's."""
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker = {worker} of {num_workers} does not exist; give one from 0 to {num_workers - 1}")
@@ -34,7 +40,9 @@ class Shard:
             )
         self.blocks = blocks
         self.seed = seed
+        self.first = _left_over(blocks, seed, earlier)[worker::num_workers]
         self.rows = permutation(len(blocks), "deal", seed)[worker::num_workers]
+        self._era = (len(earlier),) if earlier else ()
         self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
@@ -52,13 +60,32 @@ class Shard:
         return self.blocks[rows].long()
 
     def _row(self, used: int) -> int:
-        epoch, offset = divmod(used, len(self))
+        if used < len(self.first):
+            return int(self.first[used])
+        epoch, offset = divmod(used - len(self.first), len(self))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
         return int(self._order[offset])
 
     def _order_of(self, epoch: int) -> Tensor:
-        return self.rows[permutation(len(self), "epoch", self.seed, epoch)]
+        return self.rows[permutation(len(self), "epoch", self.seed, epoch, *self._era)]
+
+    def unread(self, used: int) -> Tensor:
+        """Rows of the present epoch that are still to come after `used` blocks; none at an epoch's end."""
+        if used <= len(self.first) and len(self.first):
+            return self.first[used:]
+        epoch, offset = divmod(used - len(self.first), len(self))
+        return self._order_of(epoch)[offset:] if offset else self.rows[:0]
+
+
+def _left_over(blocks: Tensor, seed: int, earlier: Sequence[tuple[int, int]]) -> Tensor:
+    """Rows that nobody has read yet of the epochs in which the number of workers last changed."""
+    if not earlier:
+        return torch.empty(0, dtype=torch.int64)
+    *before, (num_workers, used) = earlier
+    shards = (Shard(blocks, worker, num_workers, seed, earlier=before) for worker in range(num_workers))
+    rows = torch.cat([shard.unread(used) for shard in shards])
+    return rows[permutation(len(rows), "deal again", seed, len(earlier))]
 
 
 def permutation(num: int, *parts: str | int) -> Tensor:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lordo.accounting import adamw_state_bytes, measured_state_bytes, on_device, state_bytes, traffic
-from lordo.methods import METHODS
+from lordo.accounting import Weight, adamw_state_bytes, measured_state_bytes, on_device, state_bytes, traffic
+from lordo.methods import METHODS, Method
 from lordo.sync import Comm
+from lordo.trainer.eras import Era, bytes_sent
 from lordo.trainer.loop import Outcome, Prepared
 
 SHARED_WORK = ("basis refresh", "communication", "evaluation")  # what is timed beside compute
@@ -70,8 +74,8 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
     """The summary of a finished run, as worker 0 sees it."""
     config, settings, weights = prepared.config, prepared.settings, prepared.weights
     steps, num_workers = config.train.steps, workers.size
-    sent = {tag: workers.bytes_sent(tag) for tag in sorted(workers.moved) if tag != "evaluation" and workers.moved[tag]}
-    predicted = traffic(prepared.method, weights, settings, steps=steps, num_workers=num_workers, final_average=True)
+    sent = {tag: size for tag, size in sorted(bytes_sent(outcome.eras).items()) if tag != "evaluation" and size}
+    predicted = predicted_bytes(prepared.method, weights, settings, outcome.eras)
     ddp = METHODS["ddp-adamw"]
     # workers in one process refresh and evaluate side by side, and their seconds add up; they meet one at a time
     others = {kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK}
@@ -80,14 +84,14 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         method=prepared.method.name,
         workers=num_workers,
         steps=steps,
-        tokens=steps * config.tokens_per_step,
+        tokens=sum(era.used * era.workers for era in outcome.eras) * config.data.sequence_length,
         num_parameters=sum(w.numel for w in weights),
         validation_loss=outcome.evaluation.loss,
         perplexity=outcome.evaluation.perplexity,
         bits_per_token=outcome.evaluation.bits_per_token,
         bytes_sent=sent,
         bytes_predicted=dict(sorted(predicted.items())),
-        ddp_bytes=traffic(ddp, weights, ddp.resolve({}), steps=steps, num_workers=num_workers).total(),
+        ddp_bytes=predicted_bytes(ddp, weights, ddp.resolve({}), outcome.eras).total(),
         state_bytes=dict(measured_state_bytes(outcome.optimizer)),
         state_predicted=dict(state_bytes(prepared.method, weights, settings, device=outcome.model.device.type)),
         adamw_bytes=adamw_state_bytes(weights),
@@ -97,6 +101,21 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         left_out=outcome.left_out,
         environment=environment(),
     )
+
+
+def predicted_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], eras: Sequence[Era]) -> Counter[str]:
+    """Bytes each worker sends in a run, by kind, from shapes alone.
+
+    Args:
+        method, weights, settings: see `accounting.traffic`. eras: the run's stretches with one number of workers each.
+    """
+    total: Counter[str] = Counter()
+    for number, era in enumerate(eras, start=1):
+        last = number == len(eras)
+        total += traffic(method, weights, settings, steps=era.end, num_workers=era.workers, final_average=last)
+        if era.start:
+            total -= traffic(method, weights, settings, steps=era.start, num_workers=era.workers)
+    return total
 
 
 def environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
@@ -21,6 +22,11 @@ WIDTH = 200  # of tables: a narrower terminal wraps their lines, but nothing is 
 def wide_console(file: IO[str] | None = None) -> Console:
     """A console on which wide tables keep their columns whole."""
     return Console(file=file, width=max(WIDTH, shutil.get_terminal_size().columns))
+
+
+def report(sentence: str) -> None:
+    """Tell at once, on standard error, what went wrong though the run goes on."""
+    print(f"lordo: {sentence}", file=sys.stderr, flush=True)
 
 
 def plain_table(*columns: str, title: str | None = None) -> Table:

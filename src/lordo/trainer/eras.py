@@ -1,0 +1,43 @@
+"""A run's history: the stretches between which its number of workers changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Era:
+    """Steps that were trained with one number of workers.
+
+    workers: how many. start, end: trained were the steps start + 1 … end. sequences: blocks that each worker read at each step.
+    sent: bytes each worker sent meanwhile, by kind.
+    """
+
+    workers: int
+    start: int
+    end: int
+    sequences: int
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        """Blocks that each worker read."""
+        return (self.end - self.start) * self.sequences
+
+
+def bytes_sent(eras: Iterable[Era]) -> Counter[str]:
+    """Bytes each worker sent in some eras, by kind."""
+    return sum((Counter(era.sent) for era in eras), start=Counter())
+
+
+def to_json(eras: Iterable[Era]) -> list[dict[str, Any]]:
+    """As plain values."""
+    return [asdict(era) for era in eras]
+
+
+def from_json(values: Iterable[dict[str, Any]]) -> tuple[Era, ...]:
+    """From plain values."""
+    return tuple(Era(**each) for each in values)
