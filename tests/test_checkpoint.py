@@ -174,6 +174,35 @@ def test_a_finished_run_trains_on_as_if_it_had_been_longer(tmp_path):
     assert (tmp_path / "long/model/model.safetensors").read_bytes() == (tmp_path / "short/model/model.safetensors").read_bytes()
 
 
+def jumping(monkeypatch, at: int) -> None:
+    """The loss of worker 1 is ten times as large at one step."""
+    gradients = lordo.trainer.loop._Loop.gradients
+
+    def jumps(self, tokens):
+        loss = gradients(self, tokens)
+        return loss * 10 if self.workers.rank == 1 and self.place.step + 1 == at else loss
+
+    monkeypatch.setattr(lordo.trainer.loop._Loop, "gradients", jumps)
+
+
+def test_a_step_whose_loss_is_out_of_proportion_is_left_out_on_that_worker(monkeypatch, tmp_path, capfd):
+    """Counted, named, weights and moments left alone; the same when the run is cut before it."""
+    jumping(monkeypatch, at=10)
+    config = settings_for(tmp_path, **{"train.spike_factor": 3.0, "train.steps": 11})
+    summary = go(config, tmp_path / "whole")
+    assert summary.spikes == 1
+    assert [line["spikes"] for line in lines(tmp_path / "whole")] == [0] * 9 + [1, 1]
+    assert capfd.readouterr().err.count("lordo: worker 1 leaves step 10 out: its loss was") == 1
+    kept = [parts(checkpoints(tmp_path / "whole"), step, 1, 3)[0] for step in (9, 10)]
+    for name in kept[0].names(WEIGHTS):
+        assert torch.equal(kept[0].tensor(WEIGHTS, name), kept[1].tensor(WEIGHTS, name))
+    assert go(config, tmp_path / "cut", until=7) is None
+    go(config, tmp_path / "cut", from_step=7)
+    same_result(tmp_path / "whole", tmp_path / "cut")
+    go(override(config, {"train.spike_factor": None}), tmp_path / "off")
+    assert [line["spikes"] for line in lines(tmp_path / "off")] == [0] * 11
+
+
 # ---- the command
 
 

@@ -307,6 +307,9 @@ class TrainConfig(Settings):
     checkpoint_every: Count | None = None
     """Steps between two checkpoints, from which a run can go on; None writes one only when it is asked to stop."""
 
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    """A worker leaves a step out whose loss is more than this times the median of its last 64; None leaves none out."""
+
     keep_last: Count = 2
     """Checkpoints that are kept; older ones are removed when a newer one is complete."""
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
 from lordo.trainer.resume import Place
 from lordo.trainer.saving import Keeping, Saver
+from lordo.trainer.spikes import is_spike
 from lordo.trainer.splits import Splits
 from lordo.trainer.stopping import StopPoint
 from lordo.trainer.text import load_text
@@ -62,6 +64,7 @@ class Progress:
         lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far.
         seconds: since the first step. tokens_per_second: of all workers together, since the last record.
         steps_to_next_sync: 1 to K. gradient_norm: of worker 0, before clipping. skipped_steps: summed over workers.
+        spikes: steps that workers left out for a loss out of proportion, summed over workers.
         left_out: shares that averages left out because a worker's numbers were not finite, summed over workers.
         validation_loss, perplexity: of the averaged model, where it was evaluated.
         overlap: of the bases before and after the last refresh. overlap_with_first: of the bases now and the first ones.
@@ -82,6 +85,7 @@ class Progress:
     gradient_norm: float
     skipped_steps: int
     left_out: int
+    spikes: int
     validation_loss: float | None = None
     perplexity: float | None = None
     overlap: float | None = None
@@ -100,6 +104,7 @@ class Outcome:
     seconds: float
     skipped_steps: int
     left_out: int
+    spikes: int
     eras: tuple[Era, ...]
 
 
@@ -271,8 +276,8 @@ class _Loop:
         self.log(loss, norm, evaluation)
         self.saver.finish()
         seconds = time.perf_counter() - self.began
-        skipped, left_out = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
-        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out, (*place.eras, self.era()))
+        skipped, left_out, spikes = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
+        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out, spikes, (*place.eras, self.era()))
 
     def reached(self, loss: torch.Tensor, norm: torch.Tensor) -> Place:
         """Where the run stands, for a checkpoint."""
@@ -295,20 +300,30 @@ class _Loop:
         """Whether a step has a line in the log."""
         return step == 1 or step % self.config.train.log_every == 0 or self.is_evaluated(step)
 
-    def lost(self) -> tuple[int, int]:
-        """Steps that this worker skipped, and averages that left it out, because its numbers were not finite."""
-        return self.optimizer.num_skipped_steps, self.optimizer.num_left_out
+    def lost(self) -> tuple[int, int, int]:
+        """Steps that this worker skipped, averages that left it out, both for numbers not finite; steps left out for their loss."""
+        return self.optimizer.num_skipped_steps, self.optimizer.num_left_out, self.place.spikes
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Optimizer step number t on the next batch: its loss, and the gradient's norm before clipping."""
         tokens = self.text.batch((step - 1 - self.place.start) * self.sequences, self.sequences).to(self.device)
         loss = self.gradients(tokens)
+        factor = self.config.train.spike_factor
+        if factor is not None and is_spike(float(loss), self.place.losses, factor):
+            self.leave_out(step, float(loss))
         self.optimizer.average_gradients()
         clip = self.config.train.clip
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, norm
+
+    def leave_out(self, step: int, loss: float) -> None:
+        """Take this worker's gradients out of a step: it is counted, weights and moments stay, and a synchronisation has its share."""
+        self.optimizer.zero_grad()
+        self.place.spikes += 1
+        usual = median(self.place.losses)
+        self.saver.keeping.report(f"worker {self.workers.rank} leaves step {step} out: its loss was {loss:.3f}, {usual:.3f} is usual")
 
     def gradients(self, tokens: torch.Tensor) -> torch.Tensor:
         """Leave the gradient of the mean loss over (sequences, sequence_length) tokens in the parameters; returns that loss.
@@ -354,8 +369,9 @@ class _Loop:
                     tokens_per_second=(step - self.logged_step) * self.config.tokens_per_step / max(now - self.logged_at, 1e-9),
                     steps_to_next_sync=self.optimizer.steps_to_next_sync,
                     gradient_norm=float(norm),
-                    skipped_steps=sum(skipped for _, skipped, _ in notes),
-                    left_out=sum(left_out for *_, left_out in notes),
+                    skipped_steps=sum(skipped for _, skipped, *_ in notes),
+                    left_out=sum(left_out for *_, left_out, _ in notes),
+                    spikes=sum(spikes for *_, spikes in notes),
                     validation_loss=evaluation.loss if evaluation else None,
                     perplexity=evaluation.perplexity if evaluation else None,
                     sync=self.measure.take(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Place:
         step: steps taken. eras: earlier stretches with another number of workers. start: the step after which the present one began.
         seconds: of training so far. loss, gradient_norm: of the last step, on this worker.
         first_bases: of the low-rank weights, sorted by name. round: what is measured of the present round of steps.
+        losses: this worker's last ones, if spikes are looked for. spikes: steps it left out for them.
     """
 
     step: int = 0
@@ -41,6 +42,8 @@ class Place:
     gradient_norm: float = float("nan")
     first_bases: tuple[Tensor, ...] = ()
     round: Round | None = None
+    losses: list[float] = field(default_factory=list)
+    spikes: int = 0
 
 
 def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimizer, *, sequences: int) -> Snapshot:
@@ -70,6 +73,8 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
         "seconds": place.seconds,
         "report": {key: value for key, value in asdict(optimizer.report).items() if key != "left_out"},
         "round": {"moved": place.round.moved, "latest": place.round.latest and asdict(place.round.latest)} if place.round else None,
+        "losses": place.losses,
+        "spikes": place.spikes,
         "loss": place.loss,
         "gradient_norm": place.gradient_norm,
     }
@@ -127,6 +132,8 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
         gradient_norm=own.facts["gradient_norm"],
         first_bases=_first_bases(own, optimizer),
         round=_round(own) if same else None,
+        losses=own.facts["losses"],
+        spikes=own.facts["spikes"] if same else sum(parts[i].facts["spikes"] for i in _counted(parts, workers)),
     )
 
 
@@ -155,15 +162,18 @@ def _untupled(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged_groups(parts: Sequence[Part], workers: Comm) -> list[dict[str, Any]]:
     """Groups for another number of workers: each keeps its own counts, new ones start from zero, worker 0 takes those of who leaves."""
-    old, rank = len(parts), workers.rank
-    counted = [rank] if rank < old else []
-    if rank == 0:
-        counted += range(workers.size, old)
+    old, rank, counted = len(parts), workers.rank, _counted(parts, workers)
     groups = [dict(group) for group in parts[rank % old].facts["groups"]]
     for number, group in enumerate(groups):
         for counter in _ADDED_UP:
             group[counter] = sum(parts[worker].facts["groups"][number][counter] for worker in counted)
     return groups
+
+
+def _counted(parts: Sequence[Part], workers: Comm) -> list[int]:
+    """Numbers of the workers whose counts a worker goes on with."""
+    own = [workers.rank] if workers.rank < len(parts) else []
+    return own + list(range(workers.size, len(parts))) if workers.rank == 0 else own
 
 
 def _restore_random(part: Part, model: PreTrainedModel, *, as_saved: bool, worker: int) -> None:

@@ -57,6 +57,7 @@ class Summary:
     at_once: int | None
     skipped_steps: int
     left_out: int
+    spikes: int
     environment: dict[str, str]
 
     @property
@@ -99,6 +100,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         at_once=at_once,
         skipped_steps=outcome.skipped_steps,
         left_out=outcome.left_out,
+        spikes=outcome.spikes,
         environment=environment(),
     )
 

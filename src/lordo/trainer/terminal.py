@@ -113,6 +113,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     rows += [(f"  {kind}", f"{seconds:.2f}", f"{seconds / max(total, 1e-9):.1%}") for kind, seconds in summary.seconds.items()]
     if summary.skipped_steps:
         rows.append(("skipped steps", str(summary.skipped_steps), "gradient not finite; summed over workers"))
+    if summary.spikes:
+        rows.append(("steps left out", str(summary.spikes), "loss out of proportion (train.spike_factor); summed over workers"))
     if summary.left_out:
         rows.append(("shares left out", str(summary.left_out), "of averages, weights or moments not finite; summed over workers"))
     return [row for row in rows if any(row[1:])]
