@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import lordo
 from lordo.accounting import Weight, adamw_state_bytes, measured_state_bytes, moment_numel, state_bytes, traffic, weights_of
+from lordo.sync.schedule import PERIODS
 
 # The values a setting may have; a setting that no row had before needs a line here.
 VALUES = {
@@ -26,6 +27,12 @@ VALUES = {
     "sync_exp_avg_every": st.none() | st.integers(1, 5),
     "sync_exp_avg_sq_every": st.none() | st.integers(1, 5),
     "sync_error_every": st.none() | st.integers(1, 5),
+    "sync_wire": st.sampled_from(["float32", "bfloat16", "int8", "int4"]),
+    "sync_wire_moments": st.sampled_from([None, "float32", "int8"]),
+    "sync_wire_basis": st.sampled_from([None, "float32", "int8"]),
+    "sync_split": st.booleans(),
+    "sync_overlap": st.integers(0, 3),
+    "sync_fragments": st.integers(1, 3),
     "outer": st.sampled_from(["none", "nesterov"]),
     "outer_lr": st.just(0.7),
     "outer_momentum": st.just(0.9),
@@ -47,6 +54,12 @@ def runs(draw, method: lordo.methods.Method):
     given_settings = draw(st.fixed_dictionaries({}, optional={name: VALUES[name] for name in method.settings}))
     if "rank" in method.settings:
         given_settings.setdefault("rank", 3)
+    if "sync_every" in method.settings:
+        given_settings.setdefault("sync_every", 4)
+    shortest = min((every for every in map(given_settings.get, PERIODS.values()) if every is not None), default=1)
+    for name, most in (("sync_overlap", shortest - 1), ("sync_fragments", shortest)):  # what would be refused
+        if name in given_settings:
+            given_settings[name] = min(given_settings[name], most)
     parameter = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from([True, True, True, False]))
     parameters = [((8, 12), draw(st.sampled_from(DTYPES)), True), *draw(st.lists(parameter, max_size=4))]
     return given_settings, parameters, draw(st.integers(1, 4)), draw(st.integers(1, 11)), draw(st.booleans())

@@ -15,17 +15,24 @@ import torch
 from torch import Tensor
 
 from lordo.lowrank import canonical_shape
-from lordo.methods import Method
+from lordo.methods import Method, averages_plainly
 from lordo.optim import is_lowrank
 from lordo.optim.options import keeps_sums, moment_dtype
 from lordo.optim.rounding import packed_rows
-from lordo.sync.schedule import num_due
-from lordo.sync.wire import all_reduce_moves, broadcast_moves, reduce_moves, sent_bytes, wire_bytes, wire_dtype
+from lordo.sync.formats import find_format, format_names
+from lordo.sync.fragments import assign_fragments
+from lordo.sync.schedule import is_due, num_due
+from lordo.sync.split import rest_is_zero
+from lordo.sync.wire import CHECKSUM_BYTES, NOTE_BYTES, all_reduce_moves, broadcast_moves, reduce_moves, sent_bytes, wire_bytes, wire_dtype
 
 HOST = "anchor (host)"  # held in host memory, not on the device that trains
 # Everything a method may hold for a parameter, in the order in which it is told.
-STATE_KINDS = ("exp_avg", "exp_avg_sq", "basis", "error", "error_scale", "error_projection", "anchor", "outer_momentum", "step", HOST)
+STATE_KINDS = (
+    *("exp_avg", "exp_avg_sq", "basis", "error", "error_scale", "error_projection", "anchor", "outer_momentum", "residual"),
+    *("sent_parameters", "sent_exp_avg", "sent_exp_avg_sq", "sent_error", "sent_step", "step", HOST),
+)
 STEP_BYTES = 4  # the step counter of a parameter, one float32
+RESIDUAL_BYTES = 2  # an element of what encoding dropped, bfloat16
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
     held: Counter[str] = Counter()
     anchor = HOST if settings["anchor_device"] == "cpu" and device != "cpu" else "anchor"
     outer, shared_basis = settings["outer"] == "nesterov", method.basis_from == "sync"
+    encoded = bool(method.averages) and format_names(settings)["parameters"] != "float32"
     for weight in weights:
         itemsize = wire_dtype(weight.dtype).itemsize
         held["step"] += STEP_BYTES
@@ -105,11 +113,25 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
             if keeps_sums(settings):
                 held["error_projection"] += itemsize * moment_numel(weight)
         rounds = "parameters" in method.averages and weight.dtype != wire_dtype(weight.dtype)
-        if outer or rounds or (shared_basis and weight.is_lowrank):
+        if outer or rounds or encoded or (shared_basis and weight.is_lowrank):
             held[anchor] += itemsize * weight.numel
         if outer:
             held["outer_momentum"] += itemsize * weight.numel
+        if encoded and not (weight.is_lowrank and settings["sync_split"] and rest_is_zero(settings)):
+            held["residual"] += RESIDUAL_BYTES * weight.numel
+        if method.averages and settings["sync_overlap"]:
+            held.update(_copies_of_sent(method, weight, settings))
     return +held
+
+
+def _copies_of_sent(method: Method, weight: Weight, settings: Mapping[str, Any]) -> Counter[str]:
+    """Bytes of what overlap keeps of a weight: a copy of all that is on its way, and when that was sent."""
+    held = Counter({"sent_step": STEP_BYTES * (len(method.averages) + 1)})
+    for what in averaged(method, weight, settings):
+        numel = moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.numel
+        if what != "error" or settings["sync_error_every"]:
+            held[f"sent_{what}"] += wire_dtype(weight.dtype).itemsize * numel
+    return held
 
 
 def adamw_state_bytes(weights: Sequence[Weight]) -> int:
@@ -128,26 +150,83 @@ def traffic(
         final_average: whether the run ends with an average of the parameters, should the last step not have brought one.
     """
     moved: Counter[str] = Counter()
-    for weight in weights if num_workers > 1 else ():
+    if num_workers == 1:
+        return moved
+    for weight, fragment in zip(weights, fragments_of(weights, settings), strict=True):
         if method.averages_gradients:
             moved["gradients"] += steps * all_reduce_moves(wire_bytes(weight.numel, weight.dtype))
-        sizes = {"parameters": weight.numel, "exp_avg": moment_numel(weight), "exp_avg_sq": moment_numel(weight)}
-        for what in method.averages:
-            times = num_due(settings, what, steps)
-            if what == "parameters" and final_average and steps % settings["sync_every"]:
+        for what in averaged(method, weight, settings):
+            times = num_due(settings, what, steps, fragment)
+            if what == "parameters" and final_average and not _is_averaged_at(settings, steps, fragment):
                 times += 1
-            dtype = weight.dtype if what == "parameters" else moment_dtype(settings, weight.dtype)
-            moved[what] += times * all_reduce_moves(wire_bytes(sizes[what], dtype))
-        if "exp_avg" in method.averages:
-            moved["step"] += num_due(settings, "exp_avg", steps) * all_reduce_moves(STEP_BYTES)
+            for tag, payload in payloads(weight, what, settings).items():
+                moved[tag] += times * all_reduce_moves(payload)
         if method.basis_from == "sync" and weight.is_lowrank:
-            moved["first gradient"] += reduce_moves(wire_bytes(weight.numel, weight.dtype))
-            refreshes = 1 + num_due(settings, "parameters", steps)
-            moved["basis"] += refreshes * broadcast_moves(wire_bytes(basis_numel(weight), weight.dtype))
-        if method.averages and weight.is_lowrank and settings["error_feedback"]:
-            dtype = weight.dtype if settings["error_dtype"] == "float32" else torch.float32  # a rounded error is averaged in float32
-            moved["error"] += num_due(settings, "error", steps) * all_reduce_moves(wire_bytes(weight.numel, dtype))
+            basis = find_format(format_names(settings)["basis"], weight.dtype, what="basis")
+            moved["first gradient"] += reduce_moves(basis.payload_bytes(weight.numel))
+            refreshes = 1 + _num_refreshes(settings, steps, fragment, final_average=final_average)
+            moved["basis"] += refreshes * broadcast_moves(basis.payload_bytes(basis_numel(weight)))
+    if method.averages:
+        moved["envelope"] += _envelope_moves(method, weights, settings, steps=steps, num_workers=num_workers, final_average=final_average)
     return Counter({tag: sent_bytes(amount, num_workers) for tag, amount in moved.items() if amount})
+
+
+def averaged(method: Method, weight: Weight, settings: Mapping[str, Any]) -> list[str]:
+    """What of a weight is averaged at all."""
+    error = ["error"] if method.averages and weight.is_lowrank and settings["error_feedback"] else []
+    return [*method.averages, *error]
+
+
+def payloads(weight: Weight, what: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of one average of a weight's `what` on the wire, by the tags under which they are counted."""
+    dtype = weight.dtype
+    if what in ("exp_avg", "exp_avg_sq"):
+        dtype = moment_dtype(settings, dtype)
+    elif what == "error" and settings["error_dtype"] != "float32":
+        dtype = torch.float32  # a rounded error is averaged in float32
+    wire = find_format(format_names(settings)[what], dtype, what=what)
+    if what == "parameters" and settings["sync_split"] and weight.is_lowrank:
+        inside = {"coordinates": wire_bytes(moment_numel(weight), weight.dtype)}
+        return inside if rest_is_zero(settings) else {**inside, "parameters": wire.payload_bytes(weight.numel)}
+    payload = wire.payload_bytes(moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.numel)
+    return {what: payload, "step": STEP_BYTES} if what == "exp_avg" else {what: payload}
+
+
+def fragments_of(weights: Sequence[Weight], settings: Mapping[str, Any]) -> list[int]:
+    """The fragment of each weight, up to an exchange of weights that are alike."""
+    sizes = [(w.numel, w.shape, str(w.dtype), w.rank or 0 if w.is_lowrank else 0) for w in weights]
+    return assign_fragments(sizes, settings["sync_fragments"])
+
+
+def _is_averaged_at(settings: Mapping[str, Any], step: int, fragment: int) -> bool:
+    """Whether the weights of a fragment are equal on all workers after step t."""
+    return settings["sync_overlap"] == 0 and is_due(settings, "parameters", step, fragment)
+
+
+def _num_refreshes(settings: Mapping[str, Any], steps: int, fragment: int, *, final_average: bool) -> int:
+    """New bases after the first: one for each average of the parameters that has been taken in."""
+    taken_in = steps if final_average else max(steps - settings["sync_overlap"], 0)
+    return num_due(settings, "parameters", taken_in, fragment)
+
+
+def _envelope_moves(
+    method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], *, steps: int, num_workers: int, final_average: bool
+) -> int:
+    """What notes and checksums move: to each worker and back in an exchange, and from each owner of bases."""
+    fragments = fragments_of(weights, settings)
+    exchanges, moved = 0, 0
+    if not averages_plainly(settings):
+        kinds = {(what, f) for w, f in zip(weights, fragments, strict=True) for what in averaged(method, w, settings)}
+        exchanges = sum(any(is_due(settings, what, t, f) for what, f in kinds) for t in range(1, steps + 1))
+        exchanges += final_average and not all(_is_averaged_at(settings, steps, f) for f in fragments)
+        moved += exchanges * broadcast_moves(num_workers * (NOTE_BYTES + 2 * CHECKSUM_BYTES))
+    lowrank = [f for w, f in zip(weights, fragments, strict=True) if w.is_lowrank]
+    if method.basis_from == "sync" and lowrank and format_names(settings)["basis"] != "float32":
+        moved += broadcast_moves((num_workers + min(num_workers, len(lowrank))) * CHECKSUM_BYTES)
+        for fragment in set(lowrank):
+            owners = min(num_workers, lowrank.count(fragment))
+            moved += _num_refreshes(settings, steps, fragment, final_average=final_average) * broadcast_moves(owners * CHECKSUM_BYTES)
+    return moved
 
 
 def measured_state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from lordo.optim.options import LOCAL_DEFAULTS
 from lordo.suggest import unknown
+from lordo.sync.exchange import Exchange
+from lordo.sync.formats import format_names
 from lordo.sync.rules import Average, AverageGradients, FirstBasis, PseudoGradient, Rule
 from lordo.sync.schedule import PERIODS
 
@@ -20,6 +22,12 @@ SYNC_DEFAULTS: dict[str, Any] = {
     "sync_exp_avg_sq_every": None,
     "sync_error_every": None,
     "anchor_device": "same",
+    "sync_wire": "float32",
+    "sync_wire_moments": None,
+    "sync_wire_basis": None,
+    "sync_split": False,
+    "sync_overlap": 0,
+    "sync_fragments": 1,
     "outer": "none",
     "outer_lr": 0.7,
     "outer_momentum": 0.9,
@@ -27,9 +35,14 @@ SYNC_DEFAULTS: dict[str, Any] = {
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
 _LOWRANK = ("rank", "basis")
-_LOCAL_UPDATE = ("sync_every", "anchor_device", "outer", "outer_lr", "outer_momentum")
+_LOCAL_UPDATE = (
+    *("sync_every", "sync_wire", "sync_overlap", "sync_fragments", "anchor_device"),
+    *("outer", "outer_lr", "outer_momentum"),
+)
 _FULLRANK_TERM = ("omega", "error_feedback", "error_dtype", "fullrank_signal", "fullrank_denominator", "sync_error_every")
 _MOMENT_PERIODS = ("sync_exp_avg_every", "sync_exp_avg_sq_every")
+_MOMENTS = (*_MOMENT_PERIODS, "sync_wire_moments")
+_SHARED_BASIS = ("sync_wire_basis", "sync_split")
 
 
 @dataclass(frozen=True)
@@ -79,17 +92,31 @@ class Method:
         after: list[Rule] = []
         if self.averages_gradients:
             before.append(AverageGradients())
-        if self.basis_from == "sync":
-            before.append(FirstBasis())
-        if self.averages:
-            after.append(Average(*(what for what in PERIODS if what in self.averages or what == "error")))
-        if "parameters" in self.averages:
-            refresh, outer = self.basis_from == "sync", settings["outer"] == "nesterov"
-            after.append(PseudoGradient(refresh=refresh, outer=outer, anchor_device=settings["anchor_device"]))
+        refresh, formats = self.basis_from == "sync", format_names(settings)
+        if refresh:
+            before.append(FirstBasis(wire=formats["basis"]))
+        what = [what for what in PERIODS if what in self.averages or what == "error"]
+        follow = PseudoGradient(
+            refresh=refresh,
+            outer=settings["outer"] == "nesterov",
+            anchored=formats["parameters"] != "float32",
+            anchor_device=settings["anchor_device"],
+            basis_wire=formats["basis"],
+        )
+        if self.averages and averages_plainly(settings):
+            after += [Average(*what), follow]
+        elif self.averages:
+            after.append(Exchange(*what, settings=settings, then=follow))
         return before, after
 
 
-_LORDO_SETTINGS = (*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_FULLRANK_TERM, *_MOMENT_PERIODS)
+def averages_plainly(settings: Mapping[str, Any]) -> bool:
+    """Whether everything is averaged at once, whole and in full precision."""
+    in_full = all(wire == "float32" for what, wire in format_names(settings).items() if what != "basis")
+    return in_full and not settings["sync_split"] and settings["sync_overlap"] == 0 and settings["sync_fragments"] == 1
+
+
+_LORDO_SETTINGS = (*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_FULLRANK_TERM, *_MOMENTS, *_SHARED_BASIS)
 _EVERYTHING = ("parameters", "exp_avg", "exp_avg_sq")
 
 _DDP_LOWRANK = Method(
@@ -138,7 +165,7 @@ _ROWS = (
         "lordo without the full-rank term: the basis cannot leave its first subspace",
         averages=_EVERYTHING,
         basis_from="sync",
-        settings=(*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        settings=(*_ADAM, *_LOWRANK, *_LOCAL_UPDATE, *_MOMENTS, *_SHARED_BASIS),
         fixed={"omega": 1.0, "error_feedback": False},
     ),
     Method("ddp-adamw", "AdamW, gradients averaged at every step", averages_gradients=True),
@@ -157,13 +184,13 @@ _ROWS = (
         "local-adamw",
         "AdamW, parameters and moments averaged every K steps",
         averages=_EVERYTHING,
-        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENTS),
     ),
     Method(
         "desloc",
         "DES-LOC: AdamW, parameters averaged every K, first moment every 3 K, second every 6 K steps",
         averages=_EVERYTHING,
-        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENT_PERIODS),
+        settings=(*_ADAM, *_LOCAL_UPDATE, *_MOMENTS),
         moment_periods=(3, 6),
     ),
     Method(

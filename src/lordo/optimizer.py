@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,13 +19,18 @@ from lordo.optim.options import LOCAL_DEFAULTS, MomentDtype, check_range, check_
 from lordo.suggest import nearest, unknown
 from lordo.sync import Comm, Solo, as_comm
 from lordo.sync.agreement import check_agreement
+from lordo.sync.exchange import Exchange
+from lordo.sync.formats import WireFormat
+from lordo.sync.fragments import assign_fragments
 from lordo.sync.rules import AnchorDevice, AverageGradients, SyncReport
 from lordo.sync.schedule import PERIODS, is_due, steps_to_next
 from lordo.sync.shares import MAX_LEFT_OUT_IN_A_ROW, LeftOut, average_
 from lordo.updates import FullrankDenominator, FullrankSignal, default_omega
 
 _REQUIRED: Any = required  # torch's mark of a setting that has no default
-_WHOLE_OPTIMIZER = ("outer", "anchor_device")  # settings that decide which rules there are
+# Settings that decide which rules there are.
+_WIRE = ("sync_wire", "sync_wire_moments", "sync_wire_basis")
+_WHOLE_OPTIMIZER = ("outer", "anchor_device", *_WIRE, "sync_split", "sync_overlap", "sync_fragments")
 # Settings that decide what is kept or sent.
 _LASTING = (*_WHOLE_OPTIMIZER, "rank", "error_feedback", "error_dtype", "moment_dtype", "basis_every", *PERIODS.values())
 # What torch's learning-rate schedulers put into the groups.
@@ -67,6 +72,7 @@ class DistributedOptimizer(LowRankAdam):
         self._agreed = False
         self._gradients_averaged = False
         self._averaged_at = 0  # the step after which the weights were last averaged outside the schedule
+        self._fragments: dict[Tensor, int] = {}
 
     # -- parameters and their state ------------------------------------------------------------------------------------
 
@@ -79,6 +85,7 @@ class DistributedOptimizer(LowRankAdam):
         for counter in ("left_out", "left_out_in_a_row"):
             self.param_groups[-1][counter] = self.param_groups[0].get(counter, 0)
         self._agreed = False
+        self._fragments = {}
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Check the settings of a group, those of the local step and those of the synchronisation."""
@@ -88,6 +95,7 @@ class DistributedOptimizer(LowRankAdam):
         for name in PERIODS.values():
             if name == "sync_every" or group[name] is not None:
                 check_whole(name, group[name])
+        _check_wire(group)
         if group["outer"] not in ("none", "nesterov"):
             raise ValueError(f"outer must be 'none' or 'nesterov'; got {group['outer']!r}")
         if group["anchor_device"] not in ("same", "cpu"):
@@ -99,8 +107,20 @@ class DistributedOptimizer(LowRankAdam):
         """State of the local step, and what the rules keep."""
         state = super().new_state(p, group)
         for rule in (*self.before, *self.after):
-            state.update(rule.new_state(p, is_lowrank(p.shape, group["rank"])))
+            state.update(rule.new_state(p, is_lowrank(p.shape, group["rank"]), self.resolved(group)))
         return state
+
+    def fragment_of(self, p: Tensor) -> int:
+        """Number of the fragment with which a parameter is averaged."""
+        if not self._fragments:
+            members = self.named_members()
+            sizes = [
+                (p.numel(), tuple(p.shape), str(p.dtype), group["rank"] if is_lowrank(p.shape, group["rank"]) else 0)
+                for _, p, group in members
+            ]
+            numbers = assign_fragments(sizes, self.defaults["sync_fragments"])
+            self._fragments = {p: number for (_, p, _), number in zip(members, numbers, strict=True)}
+        return self._fragments[p]
 
     def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
         """Settings of a group with those filled in that follow from K."""
@@ -202,6 +222,8 @@ class DistributedOptimizer(LowRankAdam):
                 raise ValueError(f"{name} decides what is kept or sent, and cannot change while training goes on")
         for group in self.param_groups:
             self.check_group({**group, **settings})
+        if (exchange := self._exchange) is not None and "betas" in settings:
+            exchange.average_parameters(self, self.workers, [], self.steps_taken)  # what is on its way was sent under the old ones
         for group in self.param_groups:
             if "betas" in settings and self.steps_taken:
                 self._rescale_moments(group, group["betas"], settings["betas"])
@@ -221,17 +243,32 @@ class DistributedOptimizer(LowRankAdam):
         Nothing is sent if they were averaged at this very step. Training may go on afterwards.
         """
         self._check_attached()
-        named = [("parameters", name, p.detach()) for name, p in self.unaveraged_parameters()]
-        if named:
-            left_out = average_(named, self.workers, in_a_row=self.left_out_in_a_row)
+        stale = self.unaveraged_parameters()
+        left_out: tuple[LeftOut, ...] = ()
+        if (exchange := self._exchange) is not None:
+            names = {name for name, _ in stale}
+            members = [member for member in self.named_members() if member[0] in names]
+            left_out = exchange.average_parameters(self, self.workers, members, self.steps_taken)
+        elif stale:
+            left_out = average_([("parameters", name, p.detach()) for name, p in stale], self.workers, in_a_row=self.left_out_in_a_row)
+        if stale:
             self._averaged_at = self.steps_taken
             self._count_left_out(left_out)
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        """The rule that has averages on their way, if there is one."""
+        return next((rule for rule in self.after if isinstance(rule, Exchange)), None)
 
     def unaveraged_parameters(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of those that may differ between workers at this step, sorted by name."""
         if self.method.averages_gradients or self.workers.size == 1 or self._averaged_at == self.steps_taken:
             return []
-        return [(name, p) for name, p, group in self.named_members() if not is_due(group, "parameters", self.steps_taken)]
+        now = self.steps_taken
+        overlapped = self.defaults["sync_overlap"] > 0  # what is taken in is already some steps old
+        return [
+            (name, p) for name, p, group in self.named_members() if overlapped or not is_due(group, "parameters", now, self.fragment_of(p))
+        ]
 
     @property
     def num_left_out(self) -> int:
@@ -298,8 +335,10 @@ class DistributedOptimizer(LowRankAdam):
         self.before, self.after = self.method.rules(self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; workers compare notes again before the next step."""
+        """Load a state; workers compare notes again before the next step, and what was on its way is sent again."""
+        _check_same_rules(self.defaults, state_dict["param_groups"])
         super().load_state_dict(state_dict)
+        self.before, self.after = self.method.rules(self.defaults)
         self._agreed = self._gradients_averaged = False
         self._averaged_at = 0
         self.report = SyncReport(step=0)
@@ -310,6 +349,41 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     hidden = ("params", "param_names", "skipped_steps", "skipped_in_a_row", "left_out", "left_out_in_a_row")
     plain = {key: value for key, value in group.items() if key not in hidden}
     return {key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+
+
+def _check_wire(group: Mapping[str, Any]) -> None:
+    """Check how averages travel.
+
+    Raises:
+        ValueError, TypeError: naming the setting, what was given and what is allowed.
+    """
+    for name in _WIRE:
+        if group[name] not in get_args(WireFormat) and (name == "sync_wire" or group[name] is not None):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(WireFormat)))}; got {group[name]!r}")
+    if not isinstance(group["sync_split"], bool):
+        raise TypeError(f"sync_split must be True or False; got {group['sync_split']!r}")
+    check_whole("sync_fragments", group["sync_fragments"])
+    overlap = group["sync_overlap"]
+    if overlap != 0 or isinstance(overlap, bool):
+        check_whole("sync_overlap", overlap, hint=", or 0 to wait for every average")
+    periods = [(group[name], name != "sync_every", name) for name in PERIODS.values() if group[name] is not None]
+    shortest, _, name = min(periods)
+    what = f"the shortest period, {name}={shortest}"
+    if overlap >= shortest:
+        raise ValueError(f"sync_overlap must be below {what}, so that an average arrives before the next one; got {overlap}")
+    if group["sync_fragments"] > shortest:
+        raise ValueError(f"sync_fragments must be at most {what}, so that each has a step of its own; got {group['sync_fragments']}")
+
+
+def _check_same_rules(own: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a state that was kept under other rules: it may fit and still mean something else."""
+    for group in saved:
+        for name in _WHOLE_OPTIMIZER:
+            if name in group and group[name] != own[name]:
+                raise ValueError(
+                    f"the loaded state was saved with {name}={group[name]!r}, where this optimizer has {own[name]!r}: build it with the "
+                    "settings of the saved one"
+                )
 
 
 def _check_keys(param_group: Mapping[str, Any], method: Method) -> None:
@@ -346,6 +420,12 @@ class LoRDO(DistributedOptimizer):
         sync_every: K, steps between two averages of the parameters.
         sync_exp_avg_every, sync_exp_avg_sq_every: the same for the moments; None follows sync_every.
         sync_error_every: the same for the error; None never averages it.
+        sync_wire: how parameters (and error) travel: "float32" (float64 for float64 weights), "bfloat16", "int8", "int4".
+        sync_wire_moments, sync_wire_basis: the same for the moments, and for the basis and the gradient of the first one. None: moments
+            follow sync_wire, and the basis is bfloat16 unless sync_wire is float32.
+        sync_split: send what changed inside the basis as r×n numbers in full precision, and only the rest in the wire format.
+        sync_overlap: τ, steps of training while an average is on its way; 0 waits for it.
+        sync_fragments: P, groups into which the parameters are divided; each is averaged every K steps, K/P steps after the one before.
         betas: decay of the two moments. eps: added to the denominator. weight_decay: decoupled, as in AdamW.
         omega: ω, the share of the low-rank momentum; None is max(0.9, 1 − 1/K); 1 switches the full-rank term off.
         error_feedback: keep what projection drops and add it to the next gradient (memory: one tensor of the weight's shape).
@@ -371,6 +451,12 @@ class LoRDO(DistributedOptimizer):
         sync_exp_avg_every: int | None = None,
         sync_exp_avg_sq_every: int | None = None,
         sync_error_every: int | None = None,
+        sync_wire: WireFormat = "float32",
+        sync_wire_moments: WireFormat | None = None,
+        sync_wire_basis: WireFormat | None = None,
+        sync_split: bool = False,
+        sync_overlap: int = 0,
+        sync_fragments: int = 1,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -395,6 +481,12 @@ class LoRDO(DistributedOptimizer):
             sync_exp_avg_every=sync_exp_avg_every,
             sync_exp_avg_sq_every=sync_exp_avg_sq_every,
             sync_error_every=sync_error_every,
+            sync_wire=sync_wire,
+            sync_wire_moments=sync_wire_moments,
+            sync_wire_basis=sync_wire_basis,
+            sync_split=sync_split,
+            sync_overlap=sync_overlap,
+            sync_fragments=sync_fragments,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,

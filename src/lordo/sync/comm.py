@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -182,6 +182,17 @@ class Comm(ABC):
         """Overwrite a contiguous tensor by that of worker `source`."""
 
     @abstractmethod
+    def exchange(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start sending one message to each worker, itself included; other collectives may be called before they have arrived.
+
+        Args:
+            messages: bytes (uint8, one-dimensional), the j-th for worker j. sizes: bytes that worker j has for this one.
+
+        Returns:
+            A function that waits for all messages to this worker and returns them, the j-th from worker j.
+        """
+
+    @abstractmethod
     def gather(self, note: Any) -> list[Any]:
         """Small objects (settings, numbers) of all workers, in order of rank. Not counted as traffic."""
 
@@ -212,6 +223,10 @@ class Solo(Comm):
 
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """Already here."""
+
+    def exchange(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Its own message."""
+        return lambda: list(messages)
 
     def gather(self, note: Any) -> list[Any]:
         """Its own note."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +68,20 @@ class Group(Comm):
         """From group member `source` to all."""
         with self._waiting(f"a broadcast from worker {source}"):
             dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def exchange(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """An all-to-all of bytes, on its way while this process goes on."""
+        outgoing = torch.cat(list(messages))
+        incoming = outgoing.new_empty(sum(sizes))
+        with self.transfer(), self._waiting("an exchange"):
+            work = dist.all_to_all_single(incoming, outgoing, list(sizes), [m.numel() for m in messages], group=self._group, async_op=True)
+
+        def arrived() -> list[Tensor]:
+            with self.transfer(), self._waiting("an exchange"):
+                work.wait()
+            return list(torch.split(incoming, list(sizes)))
+
+        return arrived
 
     def gather(self, note: Any) -> list[Any]:
         """Pickled small objects of all processes."""

@@ -7,7 +7,7 @@ run on every worker in the same order; which collectives they call depends on th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lordo.lowrank import canonical, leading_subspace, overlap, rounding_noise
 from lordo.sync.comm import Comm
+from lordo.sync.compressed import Verdict, means_at_owners, send_encoded_
+from lordo.sync.formats import WireFormat
 from lordo.sync.schedule import is_due
 from lordo.sync.shares import LeftOut, average_, heal_
 from lordo.sync.wire import wire_dtype
@@ -56,6 +58,9 @@ class Synchronised(Protocol):
     def named_members(self) -> list[Member]:
         """Trainable parameters, sorted by name."""
 
+    def fragment_of(self, p: Tensor) -> int:
+        """Number of the fragment with which a parameter is averaged."""
+
     def set_basis(self, p: Tensor, basis: Tensor) -> None:
         """Install a basis, carrying the moments over."""
 
@@ -72,14 +77,14 @@ class Rule(Protocol):
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Do it if it is due at this step."""
 
-    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """What this rule needs to keep for a parameter."""
 
 
 class Stateless:
     """A rule that keeps nothing."""
 
-    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -100,16 +105,25 @@ class AverageGradients(Stateless):
 class FirstBasis(Stateless):
     """Before the first step: the basis of every low-rank weight from the mean over workers of the first gradient."""
 
+    def __init__(self, *, wire: WireFormat = "float32") -> None:
+        """`wire`: the format in which gradients and bases travel."""
+        self.wire = wire
+
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Run for the parameters of groups that have not started (the caller sets `started`), one matrix in memory at a time."""
         members = [m for m in optimizer.named_members() if "basis" in optimizer.state[m[1]] and not m[2]["started"]]
         if not members:
             return
-        refresh = Refresh(optimizer, comm, members, step)
-        for i, (_, p, _) in enumerate(members):
-            gradient = _usable_gradient(p)
-            comm.mean_at_(gradient, target=refresh.owners[i], tag="first gradient")
-            refresh.compute(i, gradient, first=True)
+        refresh = Refresh(optimizer, comm, members, step, wire=self.wire)
+        if self.wire == "float32":
+            for i, (_, p, _) in enumerate(members):
+                gradient = _usable_gradient(p)
+                comm.mean_at_(gradient, target=refresh.owners[i], tag="first gradient")
+                refresh.compute(i, gradient, first=True)
+        else:
+            parameters = [p for _, p, _ in members]
+            for i, mean in means_at_owners(comm, parameters, _usable_gradient, refresh.owners, self.wire, tag="first gradient"):
+                refresh.compute(i, mean, first=True)
         refresh.install()
 
 
@@ -184,13 +198,25 @@ class PseudoGradient:
     anchor takes the mean up unrounded. Changes below the weight's last bit thus add up from one synchronisation to the next.
     """
 
-    def __init__(self, *, refresh: bool, outer: bool, anchor_device: AnchorDevice = "same") -> None:
-        """`refresh`: take new bases from Δ. `outer`: take a Nesterov step along Δ. `anchor_device`: "same" as the weight, or "cpu"."""
-        self.refresh, self.outer, self.anchor_device = refresh, outer, anchor_device
+    def __init__(
+        self,
+        *,
+        refresh: bool,
+        outer: bool,
+        anchored: bool = False,
+        anchor_device: AnchorDevice = "same",
+        basis_wire: WireFormat = "float32",
+    ) -> None:
+        """`refresh`: take new bases from Δ, and send them as `basis_wire`. `outer`: take a Nesterov step along Δ.
 
-    def new_state(self, p: Tensor, lowrank: bool) -> dict[str, Tensor]:
+        `anchored`: keep the anchor of every parameter. `anchor_device`: "same" as the weight, or "cpu".
+        """
+        self.refresh, self.outer, self.basis_wire = refresh, outer, basis_wire
+        self.anchored, self.anchor_device = anchored, anchor_device
+
+    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """The anchor, where Δ is needed or the weight itself too coarse, in float32 or better; the outer momentum."""
-        if not (self.outer or (self.refresh and lowrank) or is_rounded(p)):
+        if not (self.outer or self.anchored or (self.refresh and lowrank) or is_rounded(p)):
             return {}
         device = p.device if self.anchor_device == "same" or p.is_meta else torch.device("cpu")
         pinned = p.is_cuda and device.type == "cpu"  # page-locked: copies from and to a GPU run at full speed
@@ -207,8 +233,26 @@ class PseudoGradient:
             if "anchor" in optimizer.state[p] and is_due(settings, "parameters", step)
         ]
         moved = {p: optimizer.state[p].pop("moved") for _, p, _ in members if is_rounded(p)}
+        self.follow(optimizer, comm, members, moved, step)
+
+    def follow(
+        self,
+        optimizer: Synchronised,
+        comm: Comm,
+        members: Sequence[Member],
+        moved: Mapping[Tensor, Tensor],
+        step: int,
+        *,
+        onto: bool = False,
+    ) -> None:
+        """Run for members that have an anchor.
+
+        Args:
+            moved: Δ of those whose anchor takes the mean up, and the weight follows. Of the others the weight holds the average.
+            onto: those weights hold what later steps did, and the average goes onto that.
+        """
         lowrank = [m for m in members if "basis" in optimizer.state[m[1]]] if self.refresh else []
-        refresh = Refresh(optimizer, comm, lowrank, step)
+        refresh = Refresh(optimizer, comm, lowrank, step, wire=self.basis_wire)
         mine = {p: i for i, (_, p, _) in enumerate(lowrank) if refresh.owners[i] == comm.rank}
         for _, p, settings in members:
             state = optimizer.state[p]
@@ -222,7 +266,7 @@ class PseudoGradient:
                 nesterov_(averaged, delta, state["outer_momentum"], settings)
             if delta is not None and p in mine:
                 refresh.compute(mine[p], delta)
-            p.copy_(averaged)
+            p.add_(averaged) if onto and p in moved else p.copy_(averaged)
             anchor.copy_(averaged)
         if lowrank:
             optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
@@ -253,9 +297,9 @@ class Refresh:
     later would then live in different bases. Hence one owner for each matrix, the work spread evenly.
     """
 
-    def __init__(self, optimizer: Synchronised, comm: Comm, members: Sequence[Member], step: int) -> None:
-        """The weights, in the same order on every worker, and the step t after which this happens."""
-        self.optimizer, self.comm, self.members, self.step = optimizer, comm, members, step
+    def __init__(self, optimizer: Synchronised, comm: Comm, members: Sequence[Member], step: int, *, wire: WireFormat = "float32") -> None:
+        """The weights, in the same order on every worker, the step t after which this happens, and in which format bases travel."""
+        self.optimizer, self.comm, self.members, self.step, self.wire = optimizer, comm, members, step, wire
         self.old = [optimizer.state[p]["basis"] for _, p, _ in members]
         self.new = [torch.empty_like(basis) for basis in self.old]
         self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
@@ -275,10 +319,16 @@ class Refresh:
 
     def install(self) -> tuple[float, tuple[str, ...]]:
         """Send, rotate and install; returns the mean overlap with the old bases and the names of the bases that stayed."""
+        verdict = Verdict(self.comm, self.old[0].device)
         for worker in range(self.comm.size):
             mine = [basis for basis, owner in zip(self.new, self.owners, strict=True) if owner == worker]
             if mine:
-                self.comm.send_(mine, source=worker, tag="basis")
+                if self.wire == "float32":
+                    self.comm.send_(mine, source=worker, tag="basis")
+                else:
+                    send_encoded_(self.comm, mine, self.wire, verdict, source=worker, tag="basis")
+        if self.wire != "float32":
+            verdict.check()
         with self.comm.timed("basis refresh"):
             overlaps, kept = [], []
             for (name, p, _), new, old in zip(self.members, self.new, self.old, strict=True):

@@ -22,19 +22,31 @@ def period(settings: Mapping[str, Any], what: str) -> int | None:
     return None if own is None else int(own)
 
 
-def is_due(settings: Mapping[str, Any], what: str, step: int) -> bool:
-    """Whether `what` is averaged after step t = 1, 2, …"""
+def is_due(settings: Mapping[str, Any], what: str, step: int, fragment: int = 0) -> bool:
+    """Whether `what` of the parameters of a fragment is averaged after step t = 1, 2, …"""
     every = period(settings, what)
-    return every is not None and step % every == 0
+    return every is not None and (step + _lead(settings, every, fragment)) % every == 0
 
 
-def num_due(settings: Mapping[str, Any], what: str, steps: int) -> int:
-    """How often `what` is averaged in the first `steps` steps."""
+def num_due(settings: Mapping[str, Any], what: str, steps: int, fragment: int = 0) -> int:
+    """How often `what` of a fragment is averaged in the first `steps` steps."""
     every = period(settings, what)
-    return 0 if every is None else steps // every
+    return 0 if every is None else (steps + _lead(settings, every, fragment)) // every
+
+
+def last_due(settings: Mapping[str, Any], what: str, step: int, fragment: int) -> int:
+    """The last step up to t after which `what` of a fragment was averaged."""
+    every = period(settings, what)
+    assert every is not None, what
+    return step - (step + _lead(settings, every, fragment)) % every
 
 
 def steps_to_next(settings: Mapping[str, Any], step: int) -> int:
-    """Steps from t to the next average of the parameters, 1 to K."""
+    """Steps from t to the next average of parameters, of any fragment, 1 to K."""
     every = int(settings["sync_every"])
-    return every - step % every
+    return min(every - (step + _lead(settings, every, f)) % every for f in range(settings["sync_fragments"]))
+
+
+def _lead(settings: Mapping[str, Any], every: int, fragment: int) -> int:
+    """Steps by which fragment f of P is ahead of the first: f/P of a period."""
+    return fragment * every // int(settings["sync_fragments"])

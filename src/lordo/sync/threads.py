@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -145,6 +145,13 @@ class _Thread(Comm):
                     t.copy_(tensors[source])
 
         self._room.meet(self.rank, f"broadcast of {_kind(tensor)} from {source}", tensor, combine)
+
+    def exchange(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Hand the messages over at once."""
+        sent = self._room.meet(self.rank, "exchange", list(messages), list)
+        received = [from_one[self.rank] for from_one in sent]
+        assert [message.numel() for message in received] == list(sizes)
+        return lambda: received
 
     def gather(self, note: Any) -> list[Any]:
         """Notes in order of rank."""

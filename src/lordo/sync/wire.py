@@ -12,6 +12,9 @@ from torch import Tensor
 ALONE_ELEMENTS = 1 << 18
 # Elements of one shared buffer.
 BUCKET_ELEMENTS = 1 << 20
+# What a message in a wire format has besides its numbers: a checksum, and on the way to the average a note whether they are finite.
+CHECKSUM_BYTES = 8
+NOTE_BYTES = 8
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

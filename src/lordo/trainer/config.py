@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_valid
 from lordo.lowrank import BasisMethod
 from lordo.optim.error import ErrorDtype
 from lordo.optim.options import MomentDtype
+from lordo.sync.formats import WireFormat
 from lordo.sync.rules import AnchorDevice
 from lordo.updates import FullrankDenominator, FullrankSignal
 
@@ -238,6 +239,24 @@ class MethodConfig(StepSettings):
 
     sync_error_every: Count | None = None
     """Optimizer steps between two averagings of what error feedback keeps."""
+
+    sync_wire: WireFormat | None = None
+    """How averaged weights travel: "float32", "bfloat16", "int8" or "int4", quantised ones with a scale for each 64 numbers."""
+
+    sync_wire_moments: WireFormat | None = None
+    """The same for the moments; follows sync_wire unless given."""
+
+    sync_wire_basis: WireFormat | None = None
+    """The same for bases and the first gradient; bfloat16 unless given, or float32 where sync_wire is that."""
+
+    sync_split: bool | None = None
+    """Whether what changed inside the basis travels as r×n numbers in full precision, and only the rest in the wire format."""
+
+    sync_overlap: Annotated[int, Field(ge=0)] | None = None
+    """Steps of training while an average is on its way; 0 waits for it."""
+
+    sync_fragments: Count | None = None
+    """Groups into which the weights are divided; each is averaged every sync_every steps, at steps of its own."""
 
     error_feedback: bool | None = None
     """Whether each worker keeps what the projection drops and adds it to its next gradient."""
