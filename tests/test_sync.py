@@ -31,6 +31,7 @@ AVERAGED = ("exp_avg", "exp_avg_sq", "anchor", "basis")
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_what_is_due_is_counted_by_the_closed_form(every, moments_every, error_every, steps):
     group = {"sync_every": every, "sync_exp_avg_every": moments_every, "sync_exp_avg_sq_every": None, "sync_error_every": error_every}
+    group["sync_fragments"] = 1
     for what, period in {"parameters": every, "exp_avg": moments_every or every, "exp_avg_sq": every, "error": error_every}.items():
         due = [t for t in range(1, steps + 1) if is_due(group, what, t)]
         assert due == ([t for t in range(1, steps + 1) if t % period == 0] if period else [])

@@ -185,7 +185,7 @@ def test_summary_tells_the_result(finished):
     assert total["perplexity"] == last["perplexity"] == pytest.approx(math.exp(total["validation_loss"]))
     assert total["tokens"] == last["tokens"]
     assert total["skipped_steps"] == 0
-    assert set(total["seconds"]) == {"compute", "basis refresh", "communication", "evaluation"}
+    assert set(total["seconds"]) == {"compute", "basis refresh", "encoding", "communication", "evaluation"}
     assert sum(total["seconds"].values()) == pytest.approx(last["seconds"], rel=0.2)
     assert total["environment"]["torch"] == torch.__version__
     table = (finished.folder / "summary.txt").read_text()

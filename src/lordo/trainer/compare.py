@@ -274,7 +274,7 @@ def modelled_seconds(summary: Summary, bits_per_second: float) -> float:
 
     M workers in one process, so many at once, took M / at_once times as long as one alone. Latency is left out.
     """
-    busy = summary.seconds["compute"] + summary.seconds["basis refresh"]
+    busy = sum(summary.seconds.get(kind, 0.0) for kind in ("compute", "basis refresh", "encoding"))
     share = summary.at_once / summary.workers if summary.at_once else 1.0
     return busy * share + summary.sent * 8 / bits_per_second
 

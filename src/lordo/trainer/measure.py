@@ -18,7 +18,7 @@ from lordo.sync.wire import sent_bytes, wire_dtype
 # Weights whose values are compared between workers: enough to know a distance to about one percent.
 SAMPLED_WEIGHTS = 4096
 # What is timed beside compute; in one process all but communication runs side by side, and its seconds add up.
-TIMED = ("basis refresh", "communication", "evaluation")
+TIMED = ("basis refresh", "encoding", "communication", "evaluation")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class SyncMeasures:
 
     Attributes:
         step: t, the step after which it ran.
-        seconds: of the round, by phase: compute, basis refresh, communication, evaluation.
+        seconds: of the round, by phase: compute, basis refresh, encoding, communication, evaluation.
         bytes_sent: in the round, per worker and kind.
         gradient_share: ‖QᵀG‖² / ‖G‖² over all low-rank weights and workers: how much of the gradient the basis held.
         error_norm: ‖E‖ over all low-rank weights, root mean square over workers: what projection has dropped and kept so far.

@@ -21,7 +21,7 @@ from lordo.sync import Comm
 from lordo.trainer.eras import Era, bytes_sent
 from lordo.trainer.loop import Outcome, Prepared
 
-SHARED_WORK = ("basis refresh", "communication", "evaluation")  # what is timed beside compute
+SHARED_WORK = ("basis refresh", "encoding", "communication", "evaluation")  # what is timed beside compute
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
     predicted = predicted_bytes(prepared.method, weights, settings, outcome.eras)
     ddp = METHODS["ddp-adamw"]
     # workers in one process refresh and evaluate side by side, and their seconds add up; they meet one at a time
-    others = {kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK}
+    others = {
+        kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK if workers.seconds[kind]
+    }
     return Summary(
         name=config.name,
         method=prepared.method.name,

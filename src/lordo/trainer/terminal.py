@@ -110,7 +110,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         ("", "", kept),
         ("seconds", f"{total:.1f}", f"{summary.tokens / max(total, 1e-9):,.0f} tokens/s of all workers"),
     ]
-    rows += [(f"  {kind}", f"{seconds:.2f}", f"{seconds / max(total, 1e-9):.1%}") for kind, seconds in summary.seconds.items()]
+    rows += [(f"  {kind}", f"{seconds:.2f}", f"{seconds / max(total, 1e-9):.1%}") for kind, seconds in summary.seconds.items() if seconds]
     if summary.skipped_steps:
         rows.append(("skipped steps", str(summary.skipped_steps), "gradient not finite; summed over workers"))
     if summary.spikes:
