@@ -36,6 +36,38 @@ def test_plan_equals_what_a_run_counts(recipe, name):
     assert planned.link_seconds == planned.sent * 8 / 1e6
 
 
+OVERLAPPED = {"method.sync_every": 4, "method.sync_wire": "int4", "method.sync_overlap": 3, "method.sync_fragments": 2}
+
+
+def test_plan_of_overlapped_int4_equals_what_a_run_counts(recipe):
+    config = override(load(recipe), {"train.steps": 7, **OVERLAPPED})
+    planned = plan(config, find("lordo"), bits_per_second=1e6, flops=1e9)
+    prepared = prepare(member_config(config, find("lordo"), (), lr=1e-3, seed=0))
+
+    def one(workers):
+        optimizer = train(prepared, workers).optimizer
+        return workers.bytes_sent() - workers.bytes_sent("evaluation"), measured_state_bytes(optimizer).total()
+
+    assert set(simulate(one, config.workers)) == {(planned.sent, planned.state)}
+
+
+def test_an_overlapped_run_takes_the_larger_of_computing_and_sending(recipe):
+    config = override(load(recipe), {"train.steps": 400, **OVERLAPPED})
+    slow, fast = (plan(config, find("lordo"), bits_per_second=speed, flops=1e12) for speed in (1e3, 1e15))
+    at_once = slow.load.waited_for * 8 / 1e3  # bases and the average at the end
+    sending = slow.load.on_the_way * 8 / 1e3
+    assert slow.load.waited_for + slow.load.on_the_way == slow.sent
+    assert slow.seconds - at_once == pytest.approx(max(slow.compute_seconds, sending), rel=1e-9)  # two fragments of three steps cover K = 4
+    assert fast.seconds == pytest.approx(fast.compute_seconds, rel=1e-6)
+
+
+def test_break_even_is_bytes_saved_over_seconds_of_encoding(recipe, capsys):
+    assert lordo.cli.main(["plan", str(recipe), "--methods", "lordo", "--break-even"]) == 0
+    rows = re.findall(r"^ (bfloat16|int8|int4) .* ([\d,]+) Mbps", capsys.readouterr().out, flags=re.MULTILINE)
+    assert [wire for wire, _ in rows] == ["bfloat16", "int8", "int4"]
+    assert all(int(speed.replace(",", "")) > 0 for _, speed in rows)
+
+
 def test_prints_every_method_and_its_assumptions(recipe, capsys):
     assert lordo.cli.main(["plan", str(recipe), "--workers", "3", "--bandwidth", "100Mbps,10Gbps", "--tflops", "50"]) == 0
     printed = capsys.readouterr().out
@@ -66,6 +98,7 @@ def test_compute_is_six_operations_per_parameter_and_token():
         (["--bandwidth", "10Gps"], "unknown unit 'Gps'; did you mean 'Gbps'"),
         (["--bandwidth", "fast"], "is not a number with a unit"),
         (["--bandwidth", "0Mbps"], "must be above zero"),
+        (["--break-even", "--workers", "1"], "--break-even needs a method that averages rarely, and more than one worker"),
         (["--methods", "lordoo"], "unknown method 'lordoo'; did you mean 'lordo'"),
         (["--tflops", "-1"], "--tflops must be above zero"),
         (["--train.stpes", "3"], "did you mean 'steps'"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from rich.table import Table
 
 from lordo.accounting import Weight, adamw_state_bytes, on_device, state_bytes, traffic
 from lordo.methods import METHODS, Method, find
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.link import BreakEven, Load, break_even, load_of
 from lordo.trainer.loop import outline
 from lordo.trainer.options import Parser, load_with_options
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
@@ -19,8 +21,12 @@ from lordo.trainer.units import bandwidth
 NOTES = """\
 Per worker, on average. T steps of M workers with K steps between synchronisations; N bytes averaged cost a ring all-reduce of
 2 (M−1)/M · N, a basis costs a broadcast of (M−1)/M · its bytes. Memory is weights, gradients and optimizer state; activations
-come on top. Seconds = compute + bytes · 8 / bandwidth, without overlap or latency; compute of a step =
-6 · parameters · tokens / ({tflops:g} · 10¹² per second)."""
+come on top. Seconds = compute + bytes · 8 / bandwidth, without latency; compute of a step = 6 · parameters · tokens / ({tflops:g} · 10¹²
+per second). With sync_overlap, averages cost what they take longer than the steps they overlap: of computing and sending the larger."""
+
+BREAK_EVEN_NOTES = """\
+One average of parameters and moments, waited for: below this bandwidth the bytes saved are worth more than the time of encoding and
+decoding them, as measured just now on this machine (torch threads: {threads})."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Plan:
 
     Attributes:
         sent: bytes in the whole run. num_syncs: exchanges in it. state: bytes of optimizer state. memory: with weights and gradients.
-        compute_seconds, link_seconds: of the whole run. round_steps: K. steps: T. ddp_sent, adamw_state: the references.
+        compute_seconds: of the whole run. load: what is waited for and what is not. link_seconds: spent waiting.
+        round_steps: K. steps: T. ddp_sent, adamw_state: the references.
     """
 
     method: str
@@ -38,6 +45,7 @@ class Plan:
     state: int
     memory: int
     compute_seconds: float
+    load: Load
     link_seconds: float
     round_steps: int
     steps: int
@@ -48,6 +56,10 @@ class Plan:
     def seconds(self) -> float:
         """Of the whole run."""
         return self.compute_seconds + self.link_seconds
+
+    def over(self, bits_per_second: float) -> Plan:
+        """The same over another link."""
+        return replace(self, link_seconds=self.load.waiting_seconds(bits_per_second, self.compute_seconds / self.steps))
 
 
 def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: float) -> Plan:
@@ -63,14 +75,17 @@ def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: fl
     sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
     state = on_device(state_bytes(method, weights, settings, device="cpu" if config.train.device == "cpu" else "cuda"))
     tokens = config.sequences_per_worker * config.data.sequence_length
+    each_step = step_seconds(weights, tokens, flops)
+    load = load_of(method, weights, settings, steps=steps, num_workers=workers)
     return Plan(
         method=method.name,
         sent=sent,
         num_syncs=steps if method.averages_gradients else max(steps // settings["sync_every"], 1),
         state=state,
         memory=state + 2 * sum(w.numel * w.dtype.itemsize for w in weights),
-        compute_seconds=steps * step_seconds(weights, tokens, flops),
-        link_seconds=sent * 8 / bits_per_second,
+        compute_seconds=steps * each_step,
+        load=load,
+        link_seconds=load.waiting_seconds(bits_per_second, each_step),
         round_steps=config.method.sync_every or settings["sync_every"],
         steps=steps,
         ddp_sent=traffic(ddp, weights, ddp.resolve({}), steps=steps, num_workers=workers).total(),
@@ -99,6 +114,10 @@ def main(arguments: list[str]) -> int:
         speeds = [bandwidth(link) for link in links]
         plans = [plan(config, method, bits_per_second=speeds[0], flops=asked.tflops * 1e12) for method in methods]
         first = outline(config)
+        if asked.break_even and not (first.method.averages and config.workers > 1):
+            raise ValueError(
+                f"--break-even needs a method that averages rarely, and more than one worker; got '{first.method.name}', {config.workers}"
+            )
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = wide_console()
@@ -106,9 +125,22 @@ def main(arguments: list[str]) -> int:
     console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers, {config.train.steps} steps", highlight=False)
     console.print(first.groups.table(), highlight=False, soft_wrap=True)
     for link, speed in zip(links, speeds, strict=True):
-        console.print(table([replace(p, link_seconds=p.sent * 8 / speed) for p in plans], link))
+        console.print(table([p.over(speed) for p in plans], link))
     console.print(NOTES.format(tflops=asked.tflops), highlight=False, soft_wrap=True)
+    if asked.break_even:
+        console.print(break_even_table(break_even(first.method, first.weights, first.settings, num_workers=config.workers)))
+        console.print(BREAK_EVEN_NOTES.format(threads=torch.get_num_threads()), highlight=False, soft_wrap=True)
     return 0
+
+
+def break_even_table(rows: Sequence[BreakEven]) -> Table:
+    """The wire formats, and the bandwidth under which each pays for its own compute."""
+    drawn = plain_table("sync_wire", "sent", "saved", "encoding", "pays below", title="break-even of the wire formats, per synchronisation")
+    for row in rows:
+        drawn.add_row(
+            row.wire, human_bytes(row.sent), human_bytes(row.saved), f"{row.seconds:.3g} s", f"{row.bits_per_second / 1e6:,.0f} Mbps"
+        )
+    return drawn
 
 
 def table(plans: Sequence[Plan], link: str) -> Table:
@@ -144,5 +176,6 @@ def parser() -> Parser:
     )
     p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
     p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")
+    p.add_argument("--break-even", action="store_true", help="the bandwidth under which each wire format pays for its own compute")
     p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")
     return p

@@ -79,9 +79,7 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
     predicted = predicted_bytes(prepared.method, weights, settings, outcome.eras)
     ddp = METHODS["ddp-adamw"]
     # workers in one process refresh and evaluate side by side, and their seconds add up; they meet one at a time
-    others = {
-        kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK if workers.seconds[kind]
-    }
+    others = {kind: workers.seconds[kind] / (1 if kind == "communication" else at_once or 1) for kind in SHARED_WORK}
     return Summary(
         name=config.name,
         method=prepared.method.name,
