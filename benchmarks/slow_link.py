@@ -2,13 +2,15 @@
 
     sudo python benchmarks/slow_link.py [--bandwidth 10,100,1000] [--contestants ddp-adamw,lordo-int4] [--steps 400] [--save]
 
-Needs Linux, root and iproute2 (`ip`, `tc` with the tbf qdisc). Each worker has a veth pair to a bridge in a namespace of its own; both ends of the pair are
-shaped, so that a worker neither sends nor receives faster than the link. The recipe is tiny.toml with K = 32. Two things are measured:
+Needs Linux, root and iproute2 (`ip`, and `tc` with the tbf qdisc). Each worker has a veth pair to a bridge in a namespace of its own;
+both ends of the pair are shaped, so that a worker neither sends nor receives faster than the link. The recipe is tiny.toml with K = 32.
+Two things are measured:
 
-- on the link, over a few rounds: tokens/s, the share of time spent waiting, bytes by the interface's own counter beside those the run counted, and how far the
-  seconds are from what `lordo plan` predicts for that compute;
-- without a link, over all steps in one process: perplexity. Which bits are averaged does not depend on the link, so one curve serves all of them; perplexity after
-  equal time reads it at the step that a contestant reaches on the link in the time the fastest one needs for all steps.
+- on the link, over two rounds: tokens/s, the share of time spent waiting, bytes by the interface's own counter beside those the run
+  counted, and how far the seconds are from what `lordo plan` makes of that compute;
+- without a link, over all steps in one process: perplexity. What is averaged does not depend on the link, so one curve serves all of
+  them. Perplexity after equal time reads it at the step that a contestant reaches on the link in the time the fastest one so far needs
+  for all steps (the learning rate has not fallen yet there).
 """
 
 import argparse
@@ -123,7 +125,6 @@ def command(name: str, steps: int, folder: Path, label: str, **more: str) -> lis
     """`lordo train` of a contestant, cut to some steps."""
     given = {"name": f'"{label}"', "output": f'"{folder}"', "train.steps": str(steps), "train.warmup_steps": str(min(20, steps))}
     given |= {"train.eval_every": str(steps), **CONTESTANTS[name], **more}
-    drop_rank = ["--method.rank", "none"] if name in OWN_LR else []
     return [
         sys.executable,
         "-m",
@@ -140,7 +141,7 @@ def recipe_of(name: str, folder: Path) -> Path:
     path = folder / f"{name}.toml"
     lines = RECIPE.read_text(encoding="utf-8").split("[compare]")[0].splitlines()
     unknown = ("rank =", "sync_every =") if name in OWN_LR else ()
-    path.write_text("\n".join(text for text in lines if not text.startswith(unknown or ("\0",))) + "\n", encoding="utf-8")
+    path.write_text("\n".join(text for text in lines if not text.startswith(tuple(unknown))) + "\n", encoding="utf-8")
     return path
 
 
@@ -157,7 +158,7 @@ def perplexities(name: str, steps: int, folder: Path) -> dict[int, float]:
 
 def on_link(name: str, mbps: float, names: list[str], folder: Path) -> OnLink:
     """Train some rounds over the shaped links, one process in each namespace."""
-    steps = K * ROUNDS if name not in ("ddp-adamw",) else max(4, min(K, int(K * mbps / 100)))
+    steps = K * ROUNDS if name != "ddp-adamw" else max(4, min(K, int(K * mbps / 100)))
     label = f"link-{name}-{mbps:g}"
     before = [bytes_out(each) for each in names]
     processes = []
