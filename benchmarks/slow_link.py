@@ -131,7 +131,6 @@ def command(name: str, steps: int, folder: Path, label: str, **more: str) -> lis
         "lordo",
         "train",
         str(recipe_of(name, folder)),
-        *drop_rank[:0],
         *(w for k, v in given.items() for w in (f"--{k}", v)),
     ]
 
