@@ -12,6 +12,7 @@ from lordo.trainer.compare import member_config
 from lordo.trainer.loop import prepare, train
 from lordo.trainer.plan import plan, step_seconds
 from lordo.trainer.recipe import load, override
+from lordo.trainer.saving import Keeping
 from lordo.trainer.units import bandwidth
 from test_train import micro_recipe
 
@@ -22,13 +23,13 @@ def recipe(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lordo", "ddp-adamw", "diloco", "desloc", "lordo-local", "ddp-lowrank"])
-def test_plan_equals_what_a_run_counts(recipe, name):
+def test_plan_equals_what_a_run_counts(recipe, name, tmp_path):
     config = override(load(recipe), {"train.steps": 7})
     planned = plan(config, find(name), bits_per_second=1e6, flops=1e9)
     prepared = prepare(member_config(config, find(name), (), lr=1e-3, seed=0))
 
     def one(workers):
-        optimizer = train(prepared, workers).optimizer
+        optimizer = train(prepared, workers, keeping=Keeping(tmp_path / "checkpoints", None, print)).optimizer
         return workers.bytes_sent() - workers.bytes_sent("evaluation"), measured_state_bytes(optimizer).total()
 
     for sent, held in simulate(one, config.workers):
@@ -39,13 +40,13 @@ def test_plan_equals_what_a_run_counts(recipe, name):
 OVERLAPPED = {"method.sync_every": 4, "method.sync_wire": "int4", "method.sync_overlap": 3, "method.sync_fragments": 2}
 
 
-def test_plan_of_overlapped_int4_equals_what_a_run_counts(recipe):
+def test_plan_of_overlapped_int4_equals_what_a_run_counts(recipe, tmp_path):
     config = override(load(recipe), {"train.steps": 7, **OVERLAPPED})
     planned = plan(config, find("lordo"), bits_per_second=1e6, flops=1e9)
     prepared = prepare(member_config(config, find("lordo"), (), lr=1e-3, seed=0))
 
     def one(workers):
-        optimizer = train(prepared, workers).optimizer
+        optimizer = train(prepared, workers, keeping=Keeping(tmp_path / "checkpoints", None, print)).optimizer
         return workers.bytes_sent() - workers.bytes_sent("evaluation"), measured_state_bytes(optimizer).total()
 
     assert set(simulate(one, config.workers)) == {(planned.sent, planned.state)}
