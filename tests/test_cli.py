@@ -137,7 +137,7 @@ BAD_SETTINGS = {
     "warm-up too long": ("warmup_steps = 5", "warmup_steps = 51", ("--train.warmup_steps", "51"), ("51", "50", "lower warmup_steps")),
     "unknown model": ('model_type = "llama"', 'model_type = "lama"', ("--model.config.model_type", "lama"), ("lama", "mean 'llama'?")),
     "unknown model setting": ("hidden_size", "hiden_size", ("--model.config.hiden_size", "32"), ("hiden_size", "'hidden_size'")),
-    "more workers than blocks": ("workers = 4", "workers = 100000", ("--workers", "100000"), ("blocks", "too few", "100000")),
+    "more workers than blocks": ("workers = 4", "workers = 3000", ("--workers", "3000"), ("blocks", "too few", "3000")),
 }
 
 
