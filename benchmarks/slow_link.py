@@ -66,7 +66,11 @@ def main() -> None:
     options = parse()
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         sys.exit("slow_link.py needs root and iproute2 (ip, tc): run it as root on Linux")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))  # so that the namespaces go away then too
     contestants = options.contestants.split(",")
+    for name in contestants:
+        if name not in CONTESTANTS:
+            sys.exit(f"unknown contestant '{name}' (choices: {', '.join(CONTESTANTS)})")
     with tempfile.TemporaryDirectory() as folder:
         curves = {name: perplexities(name, options.steps, Path(folder)) for name in contestants} if options.steps else {}
         measured = []
