@@ -8,7 +8,7 @@ import lordo.trainer.memory
 from lordo.accounting import measured_state_bytes
 from lordo.sync import Solo
 from lordo.trainer.loop import build, outline, prepare
-from lordo.trainer.memory import need
+from lordo.trainer.memory import Need, need, needed_here
 from lordo.trainer.recipe import load, override
 from test_train import micro_recipe
 
@@ -89,11 +89,20 @@ def test_the_need_is_that_of_the_real_tensors(recipe):
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built(recipe, monkeypatch):
     monkeypatch.setattr(lordo.trainer.memory, "available_bytes", lambda device: 10_000_000)
     config = override(load(recipe), {"model.preset": "16m", "model.config": None})
-    sentence = r"4 workers on one machine need [\d.]+ GB, [\d.]+ GB at least \(weights 0.064 GB, .*but 0.01 GB of memory are free: take"
+    sentence = r"4 workers on one machine need [\d.]+ GB at least \(each: weights 0.064 GB, .*but 0.01 GB of memory are free: take"
     with pytest.raises(ValueError, match=sentence):
         prepare(config)
     monkeypatch.setattr(lordo.trainer.memory, "available_bytes", lambda device: None)
     lordo.trainer.memory.check_memory(need(*_parts(config)), config, torch.device("cpu"))  # nobody tells: nothing is refused
+
+
+def test_processes_compute_at_once_and_workers_of_one_process_may_take_turns(recipe, monkeypatch):
+    config, cpu = load(recipe), torch.device("cpu")
+    needed = Need(weights=100, gradients=20, state=7, logits=3)
+    assert needed_here(needed, config, cpu) == (4, 4 * 107 + 23)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert needed_here(needed, config, cpu) == (2, 2 * 130)
+    assert needed_here(needed, config, torch.device("cuda")) == (1, 130)
 
 
 def _parts(config):

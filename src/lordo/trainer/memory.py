@@ -61,18 +61,26 @@ def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:
         ValueError: how much is needed and how much there is.
     """
     there = available_bytes(device)
-    here = 1 if device.type == "cuda" and "LOCAL_RANK" in os.environ else workers_here(config)
-    if there is not None and needed.total * here > there:
-        one = f"{gigabytes(needed.total)} at least ({needed})"
+    workers, together = needed_here(needed, config, device)
+    if there is not None and together > there:
+        place = "GPU" if device.type == "cuda" else "machine"
         raise ValueError(
-            f"{here} workers on one machine need {gigabytes(needed.total * here)}, {one} each, but {gigabytes(there)} of memory are free: "
-            "take a smaller model, a larger batch.accumulate, or workers on several machines"
+            f"{workers} workers on one {place} need {gigabytes(together)} at least (each: {needed}), but "
+            f"{gigabytes(there)} of memory are free: take a smaller model, a larger batch.accumulate, or workers on several machines"
         )
 
 
-def workers_here(config: RunConfig) -> int:
-    """How many workers share this machine's memory: all of one process, or those that torchrun started here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+def needed_here(needed: Need, config: RunConfig, device: torch.device) -> tuple[int, int]:
+    """How many workers share this memory, and what they need at the least.
+
+    Processes have a GPU each, or compute on one machine at the same time. Workers of one process may take turns: of what is needed
+    while computing only one worker's is counted.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
+        workers = 1 if device.type == "cuda" else int(os.environ["LOCAL_WORLD_SIZE"])
+        return workers, workers * needed.total
+    lasting = needed.weights + needed.state
+    return config.workers, config.workers * lasting + needed.gradients + needed.logits
 
 
 def available_bytes(device: torch.device) -> int | None:
