@@ -6,10 +6,9 @@ import torch
 import lordo
 from common import assert_same_bits, everything, parameters, reloaded, train
 from lordo.trainer.loop import outline, prepare
-from lordo.trainer.loop import train as train_worker
 from lordo.trainer.phases import changes_at, settings_at
 from lordo.trainer.recipe import load, override
-from test_train import micro_recipe
+from test_train import micro_recipe, train_worker
 
 OPTIONS = {"lr": 0.01, "rank": 2, "sync_every": 3}
 LATER = {"betas": (0.8, 0.999), "omega": 0.5, "eps": 1e-6}
@@ -111,7 +110,7 @@ def test_settings_of_a_step(config):
     assert settings_at(8, config) == {"lr": 1e-3, "omega": 0.6, "betas": (0.8, 0.9), "rank": 4, "sync_every": 4}
 
 
-def test_every_worker_changes_at_the_same_step(config):
+def test_every_worker_changes_at_the_same_step(config, tmp_path):
     """A run with a phase is, step by step, the run without one up to it; after it every group of every worker has the new settings."""
     changed = override(config, {"phase": [{"from_step": 5, **LATER}]})
 
@@ -123,7 +122,7 @@ def test_every_worker_changes_at_the_same_step(config):
                 lines.append(progress.loss)
 
         def one(workers):
-            optimizer = train_worker(prepared, workers, Observer() if workers.rank == 0 else None).optimizer
+            optimizer = train_worker(prepared, workers, tmp_path, Observer() if workers.rank == 0 else None).optimizer
             return [[group[name] for name in LATER] for group in optimizer.param_groups]
 
         return lines, lordo.simulate(one, config.workers)

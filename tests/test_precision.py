@@ -6,11 +6,10 @@ import torch.distributed as dist
 
 import lordo
 from lordo.trainer.loop import prepare
-from lordo.trainer.loop import train as train_worker
 from lordo.trainer.recipe import load, override
 from lordo.trainer.terminal import batch_derivation
 from test_processes import in_processes
-from test_train import micro_recipe, train
+from test_train import micro_recipe, train, train_worker
 
 
 @pytest.fixture
@@ -20,8 +19,8 @@ def config(tmp_path):
     )
 
 
-def trained(prepared, workers):
-    outcome = train_worker(prepared, workers)
+def trained(prepared, workers, folder):
+    outcome = train_worker(prepared, workers, folder)
     return {name: p.detach() for name, p in outcome.model.named_parameters()}, outcome, workers.bytes_sent()
 
 
@@ -29,13 +28,13 @@ def trained(prepared, workers):
 
 
 @pytest.mark.parametrize("method", ["lordo", "ddp-adamw"])
-def test_four_parts_are_one_batch(config, method):
+def test_four_parts_are_one_batch(config, method, tmp_path):
     """To rounding, over two rounds: what is sent shows that K counts optimizer steps."""
     own = {"method.name": method, **({"method.rank": None, "method.sync_every": None} if method == "ddp-adamw" else {})}
     config = override(config, own)
     whole, parts = (prepare(override(config, {"batch.accumulate": num})) for num in (1, 4))
-    (first, one, sent), *_ = lordo.simulate(lambda workers: trained(whole, workers), 2)
-    (second, four, sent_too), *_ = lordo.simulate(lambda workers: trained(parts, workers), 2)
+    (first, one, sent), *_ = lordo.simulate(lambda workers: trained(whole, workers, tmp_path), 2)
+    (second, four, sent_too), *_ = lordo.simulate(lambda workers: trained(parts, workers, tmp_path), 2)
     for name, p in first.items():
         torch.testing.assert_close(second[name], p, rtol=0, atol=1e-6, msg=name)
     assert four.evaluation.loss == pytest.approx(one.evaluation.loss, abs=1e-6)
@@ -45,10 +44,10 @@ def test_four_parts_are_one_batch(config, method):
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo")
 def test_parts_are_the_same_on_processes(config, tmp_path):
     prepared = prepare(override(config, {"batch.accumulate": 4}))
-    (threads, _, sent), _ = lordo.simulate(lambda workers: trained(prepared, workers), 2)
+    (threads, _, sent), _ = lordo.simulate(lambda workers: trained(prepared, workers, tmp_path), 2)
 
     def work(rank, size):
-        weights, _, sent = trained(prepared, lordo.sync.as_comm(dist.group.WORLD))
+        weights, _, sent = trained(prepared, lordo.sync.as_comm(dist.group.WORLD), tmp_path)
         return {"weights": weights, "sent": sent}
 
     processes = in_processes(work, 2, tmp_path)
@@ -89,7 +88,7 @@ def test_bfloat16_trains_close_to_float32_and_repeats_to_the_bit(tmp_path, preci
 
 
 @pytest.mark.parametrize(("precision", "weights"), [("bfloat16-autocast", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_what_is_kept_in_which_precision(config, precision, weights):
+def test_what_is_kept_in_which_precision(config, precision, weights, tmp_path):
     prepared = prepare(override(config, {"train.precision": precision, "train.steps": 5}))
     products = set()
 
@@ -98,7 +97,7 @@ def test_what_is_kept_in_which_precision(config, precision, weights):
             lambda module, inputs, output: products.add(output.dtype) if isinstance(module, torch.nn.Linear) else None
         )
         try:
-            return train_worker(prepared, workers)
+            return train_worker(prepared, workers, tmp_path)
         finally:
             hook.remove()
 

@@ -27,12 +27,15 @@ from transformers import AutoModelForCausalLM
 import lordo.cli
 import lordo.trainer.launch
 import lordo.trainer.loop
+from lordo.sync import Comm
 from lordo.trainer.alike import prepare_alike
 from lordo.trainer.config import RunConfig, TrainConfig, UsageError
 from lordo.trainer.data import load_blocks
-from lordo.trainer.loop import Progress, prepare
+from lordo.trainer.loop import Observer, Outcome, Prepared, Progress, prepare
+from lordo.trainer.loop import train as train_as_worker
 from lordo.trainer.phases import lr_factor
 from lordo.trainer.recipe import load, override
+from lordo.trainer.saving import Keeping
 
 NUM_WORKERS, STEPS, SYNC_EVERY, TOKENS_PER_STEP = 4, 50, 4, 4 * 2 * 32
 
@@ -128,6 +131,13 @@ def train(recipe: Path, *options: str) -> Run:
         assert lordo.cli.main(["train", str(recipe), *options]) == 0
     folder = Path(printed.getvalue().strip().splitlines()[-1].removeprefix("everything is in ").removesuffix("/"))
     return Run(recipe, folder, printed.getvalue())
+
+
+def train_worker(prepared: Prepared, workers: Comm, folder: Path, observer: Observer | None = None) -> Outcome:
+    """Train as one worker in this process, without a run's folder and checkpoints."""
+    outcome = train_as_worker(prepared, workers, observer, keeping=Keeping(folder / "checkpoints", None, print))
+    assert outcome is not None
+    return outcome
 
 
 @pytest.fixture(scope="module")
