@@ -91,16 +91,17 @@ class Comm(ABC):
                 if not travels_alone(t):
                     together.setdefault((wire_dtype(t.dtype), t.device), []).append(t)
             for (dtype, device), tensors in together.items():
-                self._mean_together_(tensors, dtype, device, divisor)
+                for used in self._together_(tensors, dtype, device):
+                    self.sum_(used)
+                    used.div_(divisor)
 
-    def _mean_together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device, divisor: int) -> None:
-        sizes = [t.numel() for t in tensors]
+    def _together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Tensors laid into one buffer after another: whatever is done to a buffer is done to what lies in it."""
         flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        for bucket, used in self._buckets(sizes, dtype, device):
+        for bucket, used in self._buckets([t.numel() for t in tensors], dtype, device):
             for part, place in _places(bucket, flat, used):
                 place.copy_(part)
-            self.sum_(used)
-            used.div_(divisor)
+            yield used
             for part, place in _places(bucket, flat, used):
                 part.copy_(place)
         for t, f in zip(tensors, flat, strict=True):
@@ -138,17 +139,8 @@ class Comm(ABC):
             for t in tensors:
                 together.setdefault((t.dtype, t.device), []).append(t)
             for (dtype, device), group in together.items():
-                flat = [t if t.is_contiguous() else t.contiguous() for t in group]
-                for bucket, used in self._buckets([t.numel() for t in group], dtype, device):
-                    if self.rank == source:
-                        for part, place in _places(bucket, flat, used):
-                            place.copy_(part)
+                for used in self._together_(group, dtype, device):
                     self.broadcast_(used, source=source)
-                    for part, place in _places(bucket, flat, used):
-                        part.copy_(place)
-                for t, f in zip(group, flat, strict=True):
-                    if t is not f:
-                        t.copy_(f)
 
     def transfer(self) -> AbstractContextManager[None]:
         """Times what is spent in collectives."""
