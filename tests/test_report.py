@@ -1,6 +1,7 @@
 """`lordo report`: one page from what runs recorded, finished or not."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -27,6 +28,11 @@ def row(printed: str, name: str) -> list[str]:
     return next(line.split() for line in printed.splitlines() if line.split()[:1] == [name])
 
 
+def outside_pictures(page: str) -> str:
+    """A page without its encoded pictures, whose letters may spell anything."""
+    return re.sub(r"data:image/png;base64,[^\"]*", "", page)
+
+
 def test_one_page_tells_of_both_runs_and_needs_nothing_else(runs, tmp_path, capsys):
     (runs[0].folder / "evaluations.json").write_text(
         json.dumps({"validation": {"perplexity": 7.0, "bits_per_byte": 2.5}, "piqa": {"metrics": {"acc": 0.625}}})
@@ -36,7 +42,7 @@ def test_one_page_tells_of_both_runs_and_needs_nothing_else(runs, tmp_path, caps
     page = (tmp_path / "page" / "report.html").read_text()
     pictures = list((tmp_path / "page").glob("*.png"))
     assert page.count('src="data:image/png;base64,') == len(pictures) == 7
-    assert "http" not in page
+    assert "http" not in outside_pictures(page)
     for run in runs:
         cells = row(printed, run.folder.name)
         assert f"{run.summary['perplexity']:.4f}" in cells
