@@ -66,7 +66,7 @@ def namespaces(count: int, mbps: float, delay_ms: float = 0.0) -> Iterator[list[
 def _shape(name: str, device: str, mbps: float) -> None:
     """Let a device send no faster than this."""
     burst = max(int(mbps * 1e6 / 8 * 0.005), 2 * MTU)  # five milliseconds of the link, and never less than two packets
-    sh(f"tc -n {name} qdisc add dev {device} root tbf rate {mbps}mbit burst {burst} latency 2000ms")
+    sh(f"tc -n {name} qdisc add dev {device} root tbf rate {mbps}mbit burst {burst} latency 200ms")
 
 
 def _bridge(hub: str, names: Sequence[str], mbps: float) -> None:
