@@ -176,13 +176,13 @@ def test_a_finished_run_trains_on_as_if_it_had_been_longer(tmp_path):
 
 def jumping(monkeypatch, at: int) -> None:
     """The loss of worker 1 is ten times as large at one step."""
-    gradients = lordo.trainer.loop._Loop.gradients
+    gradients = lordo.trainer.loop.Loop.gradients
 
     def jumps(self, tokens):
         loss = gradients(self, tokens)
         return loss * 10 if self.workers.rank == 1 and self.place.step + 1 == at else loss
 
-    monkeypatch.setattr(lordo.trainer.loop._Loop, "gradients", jumps)
+    monkeypatch.setattr(lordo.trainer.loop.Loop, "gradients", jumps)
 
 
 def test_a_step_whose_loss_is_out_of_proportion_is_left_out_on_that_worker(monkeypatch, tmp_path, capfd):

@@ -144,14 +144,14 @@ def test_a_frozen_worker_is_given_up(tmp_path):
 
 def stuck(rank: int) -> None:
     """Worker 1 computes for ever at its seventh step: it lives, and is waited for."""
-    step = lordo.trainer.loop._Loop.step
+    step = lordo.trainer.loop.Loop.step
 
     def slow(self, number):
         if rank == 1 and number == 7:
             time.sleep(1000)
         return step(self, number)
 
-    lordo.trainer.loop._Loop.step = slow
+    lordo.trainer.loop.Loop.step = slow
 
 
 def test_a_worker_that_is_stuck_is_named_with_its_step_and_phase(tmp_path):
@@ -163,14 +163,14 @@ def test_a_worker_that_is_stuck_is_named_with_its_step_and_phase(tmp_path):
 
 def failing(rank: int) -> None:
     """Worker 1 fails by itself at its seventh step."""
-    step = lordo.trainer.loop._Loop.step
+    step = lordo.trainer.loop.Loop.step
 
     def fails(self, number):
         if rank == 1 and number == 7:
             raise FloatingPointError("this machine is on fire")
         return step(self, number)
 
-    lordo.trainer.loop._Loop.step = fails
+    lordo.trainer.loop.Loop.step = fails
 
 
 def test_the_reason_of_a_worker_that_fails_is_told_by_the_others_too(tmp_path):

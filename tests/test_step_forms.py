@@ -213,7 +213,7 @@ def test_an_average_of_rounded_errors_is_their_mean():
         train(optimizer, params, 2, worker=workers.rank)
         plain = copy.deepcopy(optimizer)
         plain.after = []  # the third step without the average
-        plain._num_workers = 1
+        plain._copied_from = 1
         for each in (optimizer, plain):
             each_params = [p for group in each.param_groups for p in group["params"]]
             give_gradients(each_params, step=3, worker=workers.rank)

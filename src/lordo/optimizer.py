@@ -68,7 +68,7 @@ class DistributedOptimizer(LowRankAdam):
         self.workers = comm
         self.report = SyncReport(step=0)
         self.local_step_hooks: list[Callable[[], None]] = []
-        self._num_workers = comm.size
+        self._copied_from = 1  # workers that the original had, if this is a copy
         self._agreed = False
         self._gradients_averaged = False
         self._averaged_at = 0  # the step after which the weights were last averaged outside the schedule
@@ -154,11 +154,16 @@ class DistributedOptimizer(LowRankAdam):
         self.local_step()
         for hook in self.local_step_hooks:
             hook()
-        for rule in self.after:
-            rule(self, self.workers, number)
-        if self.report.step == number and self.report.averaged:
+        self.workers.attempt(self.synchronise)
+        if self.report.step == self.steps_taken and self.report.averaged:
             self._count_left_out(self.report.left_out)
         self.raise_if_hopeless()
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """What is due after the step that was just taken: `step` does it."""
+        for rule in self.after:
+            rule(self, self.workers, self.steps_taken)
 
     def _count_left_out(self, left_out: Sequence[LeftOut]) -> None:
         """Count whether this worker's share was left out of an average, and tell whose was.
@@ -311,10 +316,14 @@ class DistributedOptimizer(LowRankAdam):
         check_agreement(members, settings, self.workers, weights=[m for m in members if not m[2]["started"]])
         self._agreed = True
 
+    def skip_agreement(self) -> None:
+        """Do not compare notes before the next step: of a state that was taken over from another worker, the others know nothing."""
+        self._agreed = True
+
     def _check_attached(self) -> None:
-        if self.workers.size != self._num_workers:
+        if self._copied_from > 1:
             raise RuntimeError(
-                f"this optimizer is a copy of one that had {self._num_workers} workers, and a copy has none: build it anew with "
+                f"this optimizer is a copy of one that had {self._copied_from} workers, and a copy has none: build it anew with "
                 "workers=… and load the state_dict"
             )
 
@@ -322,16 +331,16 @@ class DistributedOptimizer(LowRankAdam):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the connection to the other workers."""
-        return {**super().__getstate__(), "method": self.method, "_num_workers": self._num_workers}
+        return {**super().__getstate__(), "method": self.method, "_copied_from": max(self._copied_from, self.workers.size)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is alone; it refuses to step if the original was not."""
         super().__setstate__(state)
         if "method" not in state:  # torch calls this from load_state_dict too, with state and groups alone
             return
-        num_workers = self._num_workers
+        copied_from = self._copied_from
         self._attach(Solo())
-        self._num_workers = num_workers
+        self._copied_from = copied_from
         self.before, self.after = self.method.rules(self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -44,11 +44,13 @@ class Comm(ABC):
         moved: per tag, what collectives moved; `bytes_sent` turns it into bytes.
         seconds: per tag, seconds spent (waiting included, except where workers share one process and take turns).
         at_once: workers that compute at the same time in this process, and whose seconds add up.
+        newcomer: whether this worker holds a copy of another's state, which must not count twice in the next average.
     """
 
     rank: int
     size: int
     at_once: int = 1
+    newcomer: bool = False
 
     def __init__(self, rank: int, size: int) -> None:
         """Worker `rank` of `size`, nothing sent yet."""
@@ -160,6 +162,13 @@ class Comm(ABC):
     def add_seconds(self, tag: str, seconds: float) -> None:
         """Add to `seconds[tag]`."""
         self.seconds[tag] += seconds
+
+    def attempt(self, synchronise: Callable[[], None]) -> None:
+        """Do what follows a local step, any part of which may wait for other workers.
+
+        Where workers come and go, it is undone and done again with those who are left if one of them was lost in it.
+        """
+        synchronise()
 
     @abstractmethod
     def sum_(self, tensor: Tensor) -> None:

@@ -29,13 +29,14 @@ class Group(Comm):
         longest_gap: the longest time in seconds between two calls so far; None before the second one.
     """
 
+    waiting: tuple[str, float] | None = None
+    longest_gap: float | None = None
+    _last_exchange: float | None = None
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         """A group this process belongs to."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._name = group.group_name
-        self.waiting: tuple[str, float] | None = None
-        self.longest_gap: float | None = None
-        self._last_exchange: float | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -37,7 +37,8 @@ def average_(named: Sequence[tuple[str, str, Tensor]], comm: Comm, *, in_a_row: 
     """Replace tensors by their mean over the workers whose own are finite, all of them; the same bits on every worker.
 
     Who that is goes round in a small note first: which collectives follow does not depend on it, and every worker comes to know it. If
-    nobody's are finite, everybody's are averaged: what is ruined everywhere stays so, and what is sound stays sound.
+    nobody's are finite, everybody's are averaged: what is ruined everywhere stays so, and what is sound stays sound. A newcomer, who has
+    a copy of another worker's, is given the mean and adds nothing to it.
 
     Args:
         named: (tag, name, tensor), in the same order on every worker. comm: the workers.
@@ -48,10 +49,11 @@ def average_(named: Sequence[tuple[str, str, Tensor]], comm: Comm, *, in_a_row: 
     """
     if comm.size == 1 or not named:
         return ()
-    notes = comm.gather((first_nonfinite((name, tensor) for _, name, tensor in named), in_a_row))
-    left_out = tuple(LeftOut(worker, name, before + 1) for worker, (name, before) in enumerate(notes) if name is not None)
-    num_shares = comm.size - len(left_out) or comm.size
-    if num_shares < comm.size and any(each.worker == comm.rank for each in left_out):
+    notes = comm.gather((first_nonfinite((name, tensor) for _, name, tensor in named), in_a_row, comm.newcomer))
+    left_out = tuple(LeftOut(worker, name, before + 1) for worker, (name, before, _) in enumerate(notes) if name is not None)
+    counted = [worker for worker, (name, _, newcomer) in enumerate(notes) if name is None and not newcomer]
+    num_shares = len(counted) or comm.size
+    if counted and comm.rank not in counted:
         for _, _, tensor in named:
             tensor.zero_()
     comm.mean_([(tag, tensor) for tag, _, tensor in named], num_shares=num_shares)

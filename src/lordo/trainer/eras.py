@@ -13,7 +13,8 @@ class Era:
     """Steps that were trained with one number of workers.
 
     workers: how many. start, end: trained were the steps start + 1 … end. sequences: blocks that each worker read at each step.
-    sent: bytes each worker sent meanwhile, by kind.
+    sent: bytes each worker sent meanwhile, by kind. synced: the last step after which they synchronised, if that is not the end: what
+    was due at the end, the workers of the next stretch did.
     """
 
     workers: int
@@ -21,6 +22,7 @@ class Era:
     end: int
     sequences: int
     sent: dict[str, int] = field(default_factory=dict)
+    synced: int | None = None
 
     @property
     def used(self) -> int:

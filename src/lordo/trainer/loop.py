@@ -60,7 +60,8 @@ class Progress:
     """Where a run stands, averaged over workers where that makes sense; one line of `metrics.jsonl`.
 
     Attributes:
-        step: t. loss: mean over workers of the training loss of this step, nats. loss_min, loss_max: over workers.
+        step: t. workers: how many took part in it.
+        loss: mean over workers of the training loss of this step, nats. loss_min, loss_max: over workers.
         lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far.
         seconds: since the first step. tokens_per_second: of all workers together, since the last record.
         steps_to_next_sync: 1 to K. gradient_norm: of worker 0, before clipping. skipped_steps: summed over workers.
@@ -73,6 +74,7 @@ class Progress:
     """
 
     step: int
+    workers: int
     loss: float
     loss_min: float
     loss_max: float
@@ -184,10 +186,7 @@ def train(
     saver = Saver(keeping, config, model, optimizer)
     place = saver.restore()
     optimizer.start()
-    earlier = [(era.workers, era.used) for era in place.eras]
-    text = Mix(prepared.splits.train, workers.rank, workers.size, config.seed, earlier=earlier)
-    validation = spread(prepared.splits.validation, config.train.eval_sequences)
-    return _Loop(config, workers, model, optimizer, text, observer, device, saver, place).run(validation, stop or StopPoint())
+    return Loop(prepared, workers, model, optimizer, observer, saver, place).run(stop or StopPoint())
 
 
 def build(
@@ -228,61 +227,80 @@ def lower_precision(precision: str, device: torch.device) -> AbstractContextMana
     return nullcontext()
 
 
-class _Loop:
+class Loop:
     """The state of one worker's training loop."""
 
     def __init__(
         self,
-        config: RunConfig,
+        prepared: Prepared,
         workers: Comm,
         model: PreTrainedModel,
         optimizer: DistributedOptimizer,
-        text: Mix,
         observer: Observer | None,
-        device: torch.device,
         saver: Saver,
         place: Place,
     ) -> None:
-        self.config, self.workers, self.model, self.optimizer = config, workers, model, optimizer
-        self.text, self.observer, self.device = text, observer, device
-        self.saver, self.place = saver, place
-        self.sequences = config.sequences_per_worker
-        self.tokens_before = sum(era.used * era.workers for era in place.eras) * config.data.sequence_length
-        self.logged_at = time.perf_counter()
-        self.began = self.logged_at - place.seconds
-        self.logged_step = place.step
+        """A worker's loop, standing at `place`; `saver`: of its checkpoints."""
+        self.prepared, self.config = prepared, prepared.config
+        self.workers, self.model, self.optimizer = workers, model, optimizer
+        self.observer, self.saver = observer, saver
+        self.device = next(model.parameters()).device
+        self.sequences = self.config.sequences_per_worker
+        self.validation = spread(prepared.splits.validation, self.config.train.eval_sequences)
         self.measure = Measure(optimizer, self.is_told, going_on=place.round)
+        self.stand_at(place)
 
-    def run(self, validation: torch.Tensor, stop: StopPoint) -> Outcome | None:
-        """All steps, then the final average and evaluation."""
-        place, steps = self.place, self.config.train.steps
-        loss, norm = torch.tensor(place.loss), torch.tensor(place.gradient_norm)
-        for step in range(place.step + 1, steps + 1):
+    def stand_at(self, place: Place) -> None:
+        """Go on from a place, with the workers there are now."""
+        self.place = place
+        self.loss, self.norm = torch.tensor(place.loss), torch.tensor(place.gradient_norm)
+        earlier = [(era.workers, era.used) for era in place.eras]
+        self.text = Mix(self.prepared.splits.train, self.workers.rank, self.workers.size, self.config.seed, earlier=earlier)
+        self.tokens_before = sum(era.used * era.workers for era in place.eras) * self.config.data.sequence_length
+        self.logged_at, self.logged_step = time.perf_counter(), place.step
+        self.began = self.logged_at - place.seconds
+
+    def run(self, stop: StopPoint) -> Outcome | None:
+        """All steps, then the final average and evaluation; None if it was asked to stop."""
+        while self.place.step < self.config.train.steps:
+            step = self.place.step + 1
             if not stop.begin(step):
-                self.saver.finish(self.reached(loss, norm))
+                self.leave()
                 return None
             self.optimizer.change_settings(**changes_at(step, self.config))
-            loss, norm = self.step(step)  # tensors: reading them would make a GPU wait
-            self.measure.stepped(step)
-            if step == 1:
-                place.first_bases = tuple(basis.clone() for basis in self.bases())
-            place.step = step
-            if step < steps and self.is_told(step):
-                self.log(loss, norm, self.evaluate(validation) if self.is_evaluated(step) else None)
-            if self.saver.is_due(step):
-                self.saver.save(self.reached(loss, norm))
+            self.loss, self.norm = self.step(step)  # tensors: reading them would make a GPU wait
+            self.stepped()
+        return self.finish()
+
+    def stepped(self) -> None:
+        """After a step: what is told, evaluated and saved of it."""
+        step = self.place.step = self.optimizer.steps_taken
+        self.measure.stepped(step)
+        if step == 1:
+            self.place.first_bases = tuple(basis.clone() for basis in self.bases())
+        if step < self.config.train.steps and self.is_told(step):
+            self.log(self.evaluate() if self.is_evaluated(step) else None)
+        if self.saver.is_due(step):
+            self.saver.save(self.reached())
+
+    def leave(self) -> None:
+        """Asked to stop: leave a checkpoint."""
+        self.saver.finish(self.reached())
+
+    def finish(self) -> Outcome:
+        """The final average and evaluation."""
         self.optimizer.average_parameters()  # after the last checkpoint: a run may be trained on
-        evaluation = self.evaluate(validation)
-        self.log(loss, norm, evaluation)
+        evaluation = self.evaluate()
+        self.log(evaluation)
         self.saver.finish()
         seconds = time.perf_counter() - self.began
         skipped, left_out, spikes = map(sum, zip(*self.workers.gather(self.lost()), strict=True))
-        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out, spikes, (*place.eras, self.era()))
+        return Outcome(self.model, self.optimizer, evaluation, seconds, skipped, left_out, spikes, (*self.place.eras, self.era()))
 
-    def reached(self, loss: torch.Tensor, norm: torch.Tensor) -> Place:
+    def reached(self) -> Place:
         """Where the run stands, for a checkpoint."""
         place = self.place
-        place.loss, place.gradient_norm, place.seconds = float(loss), float(norm), time.perf_counter() - self.began
+        place.loss, place.gradient_norm, place.seconds = float(self.loss), float(self.norm), time.perf_counter() - self.began
         place.round = self.measure.round()
         return place
 
@@ -339,36 +357,38 @@ class _Loop:
             total += loss.detach()
         return total
 
-    def evaluate(self, validation: torch.Tensor) -> Evaluation:
+    def evaluate(self) -> Evaluation:
         """Evaluate the averaged model, in the precision it is trained in."""
         with lower_precision(self.config.train.precision, self.device):
-            return evaluate(self.model, self.optimizer, validation)
+            return evaluate(self.model, self.optimizer, self.validation)
 
     def bases(self) -> list[torch.Tensor]:
         """Bases of all low-rank weights, sorted by name."""
         states = [self.optimizer.state[p] for _, p, _ in self.optimizer.named_members()]
         return [state["basis"] for state in states if "basis" in state]
 
-    def log(self, loss: torch.Tensor, norm: torch.Tensor, evaluation: Evaluation | None) -> None:
+    def log(self, evaluation: Evaluation | None) -> None:
         """Gather the workers' losses, and tell the observer."""
-        notes = self.workers.gather((float(loss), *self.lost()))
+        notes = self.workers.gather((float(self.loss), *self.lost()))
         now, step = time.perf_counter(), self.place.step
         sent = bytes_sent((*self.place.eras, self.era()))
+        tokens_per_step = self.workers.size * self.sequences * self.config.data.sequence_length
         if self.observer is not None:
             losses = [each for each, *_ in notes]
             self.observer.progressed(
                 Progress(
                     step=step,
+                    workers=self.workers.size,
                     loss=sum(losses) / len(losses),
                     loss_min=min(losses),
                     loss_max=max(losses),
                     lr=changes_at(step, self.config)["lr"],
-                    tokens=self.tokens_before + (step - self.place.start) * self.config.tokens_per_step,
+                    tokens=self.tokens_before + (step - self.place.start) * tokens_per_step,
                     bytes_sent=sent.total() - sent["evaluation"],
                     seconds=now - self.began,
-                    tokens_per_second=(step - self.logged_step) * self.config.tokens_per_step / max(now - self.logged_at, 1e-9),
+                    tokens_per_second=(step - self.logged_step) * tokens_per_step / max(now - self.logged_at, 1e-9),
                     steps_to_next_sync=self.optimizer.steps_to_next_sync,
-                    gradient_norm=float(norm),
+                    gradient_norm=float(self.norm),
                     skipped_steps=sum(skipped for _, skipped, *_ in notes),
                     left_out=sum(left_out for *_, left_out, _ in notes),
                     spikes=sum(spikes for *_, spikes in notes),

@@ -46,11 +46,12 @@ class Place:
     spikes: int = 0
 
 
-def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimizer, *, sequences: int) -> Snapshot:
+def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimizer, *, sequences: int, for_all: bool = False) -> Snapshot:
     """A copy, in CPU memory, of all that this worker needs to go on to the bit.
 
     Args:
         place: where it stands. model, optimizer: of this worker. sequences: blocks it reads at each step.
+        for_all: it is to be the whole checkpoint, from which any number of workers can go on.
     """
     workers = optimizer.workers
     state = {f"optimizer/{name}": tensor for name, tensor in _optimizer_state(optimizer)}
@@ -78,7 +79,8 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
         "loss": place.loss,
         "gradient_norm": place.gradient_norm,
     }
-    return Snapshot(place.step, workers.rank, workers.size, _copied(_weights(model)), _copied(state), facts)
+    worker, size = (0, 1) if for_all else (workers.rank, workers.size)
+    return Snapshot(place.step, worker, size, _copied(_weights(model)), _copied(state), facts)
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

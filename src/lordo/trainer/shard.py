@@ -1,6 +1,7 @@
 """One worker's part of the text, as a stream whose place is one integer."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,9 +41,13 @@ class Shard:
             )
         self.blocks = blocks
         self.seed = seed
-        self.first = _left_over(blocks, seed, earlier)[worker::num_workers]
-        self.rows = permutation(len(blocks), "deal", seed)[worker::num_workers]
-        self._era = (len(earlier),) if earlier else ()
+        self._begin(worker, num_workers, len(earlier), _left_over(blocks, seed, earlier))
+
+    def _begin(self, worker: int, num_workers: int, era: int, left_over: Tensor) -> None:
+        """Take this worker's cards: of what is left over from before, and of the whole."""
+        self.first = left_over[worker::num_workers]
+        self.rows = _dealt(len(self.blocks), self.seed)[worker::num_workers]
+        self._era = (era,) if era else ()
         self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
@@ -80,12 +85,22 @@ class Shard:
 
 def _left_over(blocks: Tensor, seed: int, earlier: Sequence[tuple[int, int]]) -> Tensor:
     """Rows that nobody has read yet of the epochs in which the number of workers last changed."""
-    if not earlier:
-        return torch.empty(0, dtype=torch.int64)
-    *before, (num_workers, used) = earlier
-    shards = (Shard(blocks, worker, num_workers, seed, earlier=before) for worker in range(num_workers))
-    rows = torch.cat([shard.unread(used) for shard in shards])
-    return rows[permutation(len(rows), "deal again", seed, len(earlier))]
+    rows = torch.empty(0, dtype=torch.int64)
+    for era, (num_workers, used) in enumerate(earlier):
+        unread = []
+        for worker in range(num_workers):
+            shard = Shard(blocks, worker, num_workers, seed)
+            shard._begin(worker, num_workers, era, rows)
+            unread.append(shard.unread(used))
+        rows = torch.cat(unread)
+        rows = rows[permutation(len(rows), "deal again", seed, era + 1)]
+    return rows
+
+
+@lru_cache(maxsize=1)
+def _dealt(num: int, seed: int) -> Tensor:
+    """The order in which blocks are dealt out; kept, since each stretch with another number of workers deals from it."""
+    return permutation(num, "deal", seed)
 
 
 def permutation(num: int, *parts: str | int) -> Tensor:

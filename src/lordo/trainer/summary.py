@@ -112,11 +112,13 @@ def predicted_bytes(method: Method, weights: Sequence[Weight], settings: Mapping
         method, weights, settings: see `accounting.traffic`. eras: the run's stretches with one number of workers each.
     """
     total: Counter[str] = Counter()
+    before = 0
     for number, era in enumerate(eras, start=1):
-        last = number == len(eras)
-        total += traffic(method, weights, settings, steps=era.end, num_workers=era.workers, final_average=last)
-        if era.start:
-            total -= traffic(method, weights, settings, steps=era.start, num_workers=era.workers)
+        last, synced = number == len(eras), era.end if era.synced is None else era.synced
+        total += traffic(method, weights, settings, steps=synced, num_workers=era.workers, final_average=last)
+        if before:
+            total -= traffic(method, weights, settings, steps=before, num_workers=era.workers)
+        before = synced
     return total
 
 
