@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # The libraries that only some commands need, and all tests.
 $(VENV)/.extras: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,eval,tensorboard,wandb,lightning,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,eval,tensorboard,wandb,lightning,torchft,dev]'
 	touch $@
 
 clean:

@@ -142,6 +142,23 @@ def test_errors_and_moments_of_few_bits_and_phases_go_on_too(tmp_path):
     go(override(config, {"workers": 2}), tmp_path / "cut", from_step=7)
 
 
+@pytest.mark.parametrize("more", [{"sync_overlap": 2}, {"sync_overlap": 3, "sync_wire": "int8", "sync_fragments": 2, "sync_split": True}])
+def test_a_run_goes_on_in_the_middle_of_an_exchange(more, tmp_path):
+    """What was on its way is sent again, and is the same; its bytes are counted once."""
+    changes = {f"method.{name}": value for name, value in more.items()}
+    config = settings_for(tmp_path, **changes)
+    whole = go(config, tmp_path / "whole")
+    for cuts in ((4, 5), (6, 9)):  # just sent, half-way; nearly there, and the next one
+        path = tmp_path / str(cuts)
+        assert go(config, path, until=cuts[0]) is None
+        assert go(config, path, from_step=cuts[0], until=cuts[1]) is None
+        summary = go(config, path, from_step=cuts[1])
+        same_result(tmp_path / "whole", path)
+        assert summary.bytes_sent == whole.bytes_sent == summary.bytes_predicted
+    fewer = go(override(config, {"workers": 2}), tmp_path / "(4, 5)", from_step=5)
+    assert fewer.bytes_sent == fewer.bytes_predicted
+
+
 def test_a_run_goes_on_from_every_kind_of_step(straight, tmp_path):
     """The first, those around a synchronisation, one with an evaluation, and the last."""
     config, whole = straight("lordo")

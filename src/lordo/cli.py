@@ -13,6 +13,7 @@ USAGE = """usage: lordo COMMAND …
 
   train RECIPE [--SECTION.SETTING VALUE …]   train a model as a recipe says
   train RECIPE|RUN --resume                  go on with a recipe's last run, or with the run in a folder
+  train RECIPE --elastic LIGHTHOUSE          train as one of several workers that may be lost and come back
   train RECIPE --help                        every setting of a recipe, with its default and what it means
   check RECIPE                               what would stop a run, found without running it
   prepare RECIPE [--max-tokens N]            tokenize the [[data.mix]] of a recipe, once, before training on it
@@ -61,20 +62,25 @@ def entry() -> NoReturn:
 
 def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        return _usage("lordo train RECIPE|RUN [--resume] [--SECTION.SETTING VALUE …]", arguments)
+        return _usage("lordo train RECIPE|RUN [--resume] [--elastic LIGHTHOUSE] [--SECTION.SETTING VALUE …]", arguments)
     from lordo.sync import DisagreementError, WorkerError
     from lordo.trainer.config import ConfigError, UsageError
+    from lordo.trainer.elastic_launch import run_elastic
     from lordo.trainer.launch import run
-    from lordo.trainer.options import load_with_options, run_folder
+    from lordo.trainer.options import load_with_options, run_folder, take_option
     from lordo.trainer.stopping import Interrupted
     from lordo.trainer.terminal import wide_console
 
     try:
         resume = "--resume" in arguments
         path, *options = [word for word in arguments if word != "--resume"]
+        lighthouse, options = take_option("--elastic", options, "the address of a lighthouse, such as http://10.0.0.1:29510")
         folder = run_folder(path, resume=resume)
         config = load_with_options(f"{folder}/config.toml" if folder else path, options, command="lordo train")
-        run(config, wide_console(), resume=folder or resume)
+        if lighthouse is None:
+            run(config, wide_console(), resume=folder or resume)
+        else:
+            run_elastic(config, wide_console(), lighthouse=lighthouse, resume=folder or resume)
     except Interrupted as stopped:
         if _speaks():
             print(f"lordo: {stopped}", file=sys.stderr)

@@ -286,6 +286,12 @@ class DistributedOptimizer(LowRankAdam):
         return int(self.param_groups[0]["left_out_in_a_row"])
 
     @property
+    def max_skipped_in_a_row(self) -> int:
+        """Steps skipped in a row that are an error; a round more where a synchronisation may give this worker sound weights again."""
+        alone = self.workers.size == 1 or self.method.averages_gradients
+        return super().max_skipped_in_a_row + (0 if alone else self.round_steps)
+
+    @property
     def round_steps(self) -> int:
         """K, steps between two averages of the parameters; 1 where gradients are averaged at every step."""
         return 1 if self.method.averages_gradients else int(self.param_groups[0]["sync_every"])

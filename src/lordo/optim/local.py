@@ -145,6 +145,11 @@ class LowRankAdam(torch.optim.Optimizer):
         """Steps this worker skipped because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
+    @property
+    def max_skipped_in_a_row(self) -> int:
+        """Steps skipped in a row that are an error."""
+        return MAX_SKIPPED_IN_A_ROW
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step; returns what the closure returns."""
@@ -201,7 +206,7 @@ class LowRankAdam(torch.optim.Optimizer):
         if unusable is None:
             return
         self._skipped = f"step {self.steps_taken} skipped on this worker: the gradient of '{unusable}' is not finite"
-        if self.param_groups[0]["skipped_in_a_row"] < MAX_SKIPPED_IN_A_ROW:
+        if self.param_groups[0]["skipped_in_a_row"] < self.max_skipped_in_a_row:
             warnings.warn(f"{self._skipped} ({self.num_skipped_steps} skipped so far)", RuntimeWarning, stacklevel=4)
 
     def raise_if_hopeless(self) -> None:
@@ -211,7 +216,7 @@ class LowRankAdam(torch.optim.Optimizer):
             FloatingPointError: naming the last step and parameter.
         """
         in_a_row = self.param_groups[0]["skipped_in_a_row"]
-        if in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if in_a_row >= self.max_skipped_in_a_row:
             raise FloatingPointError(
                 f"{self._skipped}, and so were the {in_a_row - 1} before it: lower the learning rate or check the data"
             )

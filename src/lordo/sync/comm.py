@@ -144,6 +144,15 @@ class Comm(ABC):
                 for used in self._together_(group, dtype, device):
                     self.broadcast_(used, source=source)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, bytes are not counted: what is sent again, because a run goes on from a checkpoint, was counted before."""
+        moved = Counter(self.moved)
+        try:
+            yield
+        finally:
+            self.moved = moved
+
     def transfer(self) -> AbstractContextManager[None]:
         """Times what is spent in collectives."""
         return self.timed("communication")

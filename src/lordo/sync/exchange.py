@@ -151,7 +151,8 @@ class Exchange:
             for what, at in zip(self.what, optimizer.state[p]["sent_step"].tolist(), strict=True):
                 if at != _LANDED:
                     sent.setdefault(last_due(settings, what, step - 1, optimizer.fragment_of(p)), []).append((what, member))
-        return [self._launch(optimizer, comm, due, t) for t, due in sorted(sent.items())]
+        with comm.uncounted():
+            return [self._launch(optimizer, comm, due, t) for t, due in sorted(sent.items())]
 
     # -- one exchange --------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def prepare_alike(config: RunConfig, workers: Comm) -> Prepared:
         complaint = str(error)
     _raise_what_any(workers, complaint)
     assert prepared is not None
-    _compare(workers.gather(_settings(prepared)))
+    check_alike(workers.gather(settings_and_text(prepared)))
     return prepared
 
 
@@ -57,14 +57,18 @@ def _raise_what_any(workers: Comm, complaint: str | None) -> None:
         raise UsageError(first if worker == 0 or len(complaints) == workers.size else f"worker {worker}: {first}")
 
 
-def _settings(prepared: Prepared) -> dict[str, Any]:
+def settings_and_text(prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all processes: every setting, and a fingerprint of the text."""
     text = [(part.name, part.fingerprint, len(part.blocks)) for part in prepared.splits.train]
     return {**flat(prepared.config.model_dump()), "the training text": text}
 
 
-def _compare(notes: list[dict[str, Any]]) -> None:
-    """Refuse settings that differ between processes."""
+def check_alike(notes: list[dict[str, Any]]) -> None:
+    """Refuse settings that differ between processes.
+
+    Raises:
+        UsageError: naming the setting.
+    """
     for worker, theirs in enumerate(notes[1:], start=1):
         for name in sorted(notes[0].keys() | theirs.keys()):
             if notes[0].get(name) != theirs.get(name):

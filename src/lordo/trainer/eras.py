@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from lordo.sync import Comm
+from lordo.sync.wire import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,14 @@ class Era:
     def used(self) -> int:
         """Blocks that each worker read."""
         return (self.end - self.start) * self.sequences
+
+
+def sent_since(workers: Comm, before: Mapping[str, int]) -> dict[str, int]:
+    """Bytes each worker sent, by kind, since collectives had moved as much as `before` says, per tag.
+
+    Rounded as a whole run is, so that stretches add up to the byte.
+    """
+    return {tag: sent_bytes(moved, workers.size) - sent_bytes(before.get(tag, 0), workers.size) for tag, moved in workers.moved.items()}
 
 
 def bytes_sent(eras: Iterable[Era]) -> Counter[str]:

@@ -61,7 +61,7 @@ def under_torchrun() -> bool:
 
 
 def _run_threads(config: RunConfig, console: Console, resume: bool | Path) -> Summary:
-    prepared = _checked(lambda: prepare(config))
+    prepared = checked(lambda: prepare(config))
     path = folder_to_resume(config, resume)
     steps = usable(checkpoints(path), range(config.workers), config.workers) if path else []
     folder = _begin(prepared, console, path, steps)
@@ -129,7 +129,7 @@ def _run_processes(config: RunConfig, console: Console, resume: bool | Path) -> 
             f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}: "
             f"start as many as there are workers, or add --workers {world}"
         )
-    device = _checked(lambda: pick_device(config.train.device))
+    device = checked(lambda: pick_device(config.train.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = _join("nccl" if device.type == "cuda" else "gloo")
@@ -213,7 +213,7 @@ def _work_as_process(
     return summary
 
 
-def _checked(make: Callable[[], Made]) -> Made:
+def checked(make: Callable[[], Made]) -> Made:
     """What a function makes; its complaint about what was asked for as a UsageError."""
     try:
         return make()
@@ -223,10 +223,10 @@ def _checked(make: Callable[[], Made]) -> Made:
 
 def _begin(prepared: Prepared, console: Console, path: Path | None, steps: list[int]) -> RunFolder:
     """Make the run's folder, or open it again to go on from the last of some checkpoints."""
-    _checked(lambda: check_installed(prepared.config.train.trackers))
+    checked(lambda: check_installed(prepared.config.train.trackers))
     print_prepared(prepared, console)
     from_step = steps[-1] if steps else 0
-    folder = _checked(lambda: RunFolder(prepared.config, path=path, from_step=from_step))
+    folder = checked(lambda: RunFolder(prepared.config, path=path, from_step=from_step))
     if path is not None:
         clear(checkpoints(path), from_step)
         console.print(f"going on in {path}/ after step {from_step}\n", highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
 from lordo.trainer.config import DataConfig, RunConfig
 from lordo.trainer.data import VOCABULARY, spread
-from lordo.trainer.eras import Era, bytes_sent
+from lordo.trainer.eras import Era, bytes_sent, sent_since
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.measure import Measure, SyncMeasures
 from lordo.trainer.memory import check_memory, need
@@ -306,8 +306,8 @@ class Loop:
 
     def era(self) -> Era:
         """The present stretch with this number of workers."""
-        workers, sent = self.workers, {tag: self.workers.bytes_sent(tag) for tag in self.workers.moved}
-        return Era(workers.size, self.place.start, self.place.step, self.sequences, sent)
+        sent = sent_since(self.workers, self.place.moved)
+        return Era(self.workers.size, self.place.start, self.place.step, self.sequences, sent)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the averaged model is evaluated after a step."""

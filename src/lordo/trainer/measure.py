@@ -91,6 +91,12 @@ class Measure:
         """The present round, to go on with it later."""
         return Round(self._start, dict(self._moved), self.latest)
 
+    def begin_again(self) -> None:
+        """Others are there than before, between the local step and its synchronisation: the round counts from here."""
+        self._note = self.latest = None
+        self._begin_round()
+        self._look()
+
     def _begin_round(self) -> None:
         self._start = self._sample()
         self._moved = Counter(self.optimizer.workers.moved)

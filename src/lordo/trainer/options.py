@@ -40,6 +40,25 @@ def run_folder(path: str, *, resume: bool) -> Path | None:
     return Path(path)
 
 
+def take_option(name: str, options: Sequence[str], what: str) -> tuple[str | None, list[str]]:
+    """The value of a command's own option, if it is among these, and the others.
+
+    Raises:
+        ConfigError: it has no value; `what` says what that should be.
+    """
+    for at, word in enumerate(options):
+        given, equals, value = word.partition("=")
+        if given != name:
+            continue
+        rest = [*options[:at], *options[at + (1 if equals else 2) :]]
+        if not equals:
+            value = options[at + 1] if at + 1 < len(options) else ""
+        if not value or value.startswith("--"):
+            raise ConfigError(f"option {name} lacks a value: give {what}")
+        return value, rest
+    return None, list(options)
+
+
 def load_with_options(path: str, options: Sequence[str], *, command: str) -> RunConfig:
     """Read a recipe, and let options replace its settings.
 

@@ -36,15 +36,18 @@ class ProgressLine:
     def progressed(self, progress: Progress) -> None:
         """Show and record."""
         self.folder.record(progress)
-        line = progress_line(progress, self.config.train.steps)
+        line = progress_line(progress, self.config.train.steps, self.config.workers)
         if self._live is None or progress.validation_loss is not None:
             self.console.print(line, highlight=False, soft_wrap=True)
         if self._live is not None:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def progress_line(progress: Progress, steps: int) -> str:
-    """Step, loss with its spread over workers, speed of all, bytes sent by each, steps to the next synchronisation; within 80 columns."""
+def progress_line(progress: Progress, steps: int, workers: int) -> str:
+    """How a run of `steps` steps with `workers` workers goes.
+
+    Step, loss with its spread over workers, speed of all, bytes sent by each, steps to the next synchronisation; within 80 columns.
+    """
     parts = [
         f"step {progress.step:>{len(str(steps))}}/{steps}",
         f"loss {progress.loss:.3f} ({progress.loss_min:.2f}–{progress.loss_max:.2f})",
@@ -52,6 +55,8 @@ def progress_line(progress: Progress, steps: int) -> str:
         f"{human_bytes(progress.bytes_sent)} sent each",
         f"sync in {progress.steps_to_next_sync}",
     ]
+    if progress.workers != workers:
+        parts.insert(1, f"{progress.workers} of {workers} workers")
     if progress.validation_loss is not None:
         parts.append(f"validation loss {progress.validation_loss:.4f}")
     if progress.skipped_steps:

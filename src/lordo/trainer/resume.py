@@ -15,7 +15,7 @@ from lordo.sync import Comm
 from lordo.sync.rules import SyncReport
 from lordo.trainer.checkpoint import STATE, WEIGHTS, Part, Snapshot
 from lordo.trainer.data import stable_hash
-from lordo.trainer.eras import Era, from_json, to_json
+from lordo.trainer.eras import Era, from_json, sent_since, to_json
 from lordo.trainer.measure import Round, SyncMeasures
 from lordo.trainer.merge import merged_state, merged_weights
 
@@ -29,6 +29,7 @@ class Place:
 
     Attributes:
         step: steps taken. eras: earlier stretches with another number of workers. start: the step after which the present one began.
+        moved: what collectives had moved then, per tag.
         seconds: of training so far. loss, gradient_norm: of the last step, on this worker.
         first_bases: of the low-rank weights, sorted by name. round: what is measured of the present round of steps.
         losses: this worker's last ones, if spikes are looked for. spikes: steps it left out for them.
@@ -37,6 +38,7 @@ class Place:
     step: int = 0
     eras: tuple[Era, ...] = ()
     start: int = 0
+    moved: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     loss: float = float("nan")
     gradient_norm: float = float("nan")
@@ -69,7 +71,8 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
         "position": (place.step - place.start) * sequences,
         "sequences": sequences,
         "moved": dict(workers.moved),
-        "sent": {tag: workers.bytes_sent(tag) for tag in workers.moved},
+        "moved_at_start": place.moved,
+        "sent": sent_since(workers, place.moved),
         "timed": dict(workers.seconds),
         "seconds": place.seconds,
         "report": {key: value for key, value in asdict(optimizer.report).items() if key != "left_out"},
@@ -119,16 +122,18 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
     optimizer.load_state_dict(_state_dict(optimizer, state, own.facts["groups"] if same else _merged_groups(parts, workers)))
     optimizer.report = SyncReport(**_untupled(own.facts["report"]))
     _restore_random(own, model, as_saved=same or workers.rank < len(parts), worker=workers.rank)
+    workers.moved.update(facts["moved"])
+    eras, start, moved = from_json(facts["eras"]), facts["start"], facts["moved_at_start"]
     if same:
-        workers.moved.update(facts["moved"])
         workers.seconds.update(facts["timed"])
-    eras, start = from_json(facts["eras"]), facts["start"]
-    if not same and facts["step"] > start:
-        eras, start = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"])), facts["step"]
+    elif facts["step"] > start:
+        eras = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"]))
+        start, moved = facts["step"], facts["moved"]
     return Place(
         step=facts["step"],
         eras=eras,
         start=start,
+        moved=moved,
         seconds=facts["seconds"],
         loss=own.facts["loss"],
         gradient_norm=own.facts["gradient_norm"],

@@ -2,7 +2,8 @@
 
 A thread of each worker leaves a sign of life there twice a second: its step and what it is doing. So the others can tell who has been
 killed, frozen or cut off, and what it was at, even where a collective only says that a connection was closed, or says nothing. The same
-thread agrees with the others after which step to stop, so that training itself needs no exchange for it.
+thread agrees with the others after which step to stop, so that training itself needs no exchange for it. A second thread looks at the
+clock, since the first one may wait for ever for an answer of a store that cannot be reached any more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ROUNDS, FIRST_ROUND_SECONDS = 5.0, 600.0
 AGREE_SECONDS = 5.0
 # After a failed exchange: so long until a worker that was killed has been silent for longer than one that lives ever is.
 BLAME_SECONDS = 4.0
+# A thread that wakes so much later than it should was stopped with the whole process, and has missed what was said meanwhile.
+LATE_SECONDS = 2.0
 
 
 class SharedStopPoint(StopPoint):
@@ -83,13 +86,17 @@ class Watch:
         self._over = threading.Event()
         self._beats = 0
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+        self._problem = "no answer"  # of the store, the last time it could not be reached
+        self._talking = threading.Thread(target=self._talk, name="signs of life", daemon=True)
+        self._talking.start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def close(self, failure: str | None = None) -> None:
         """Stop watching; the others are told that this worker has finished, or why it leaves."""
         self._over.set()
-        self._thread.join()
+        self._talking.join(self.silence_limit)
+        if self._talking.is_alive():
+            return  # it waits for an answer that does not come
         try:
             self._beat(over=failure or "finished")
         except DistError:
@@ -117,7 +124,7 @@ class Watch:
             if rank not in self._seen or self._seen[rank][0] != sign:
                 self._seen[rank] = sign, time.monotonic()
 
-    def _run(self) -> None:
+    def _talk(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             try:
                 self._beat()
@@ -125,9 +132,13 @@ class Watch:
                 self._agree()
                 self._reached = time.monotonic()
             except DistError as error:
-                if time.monotonic() - self._reached > self.silence_limit:
-                    self._end(f"worker {self.workers.rank} cannot reach the others any more: {str(error).splitlines()[0]}")
-                continue
+                self._problem = str(error).splitlines()[0]
+
+    def _watch(self) -> None:
+        woke = time.monotonic()
+        while not self._over.wait(BEAT_SECONDS):
+            self._forgive(late=time.monotonic() - woke - BEAT_SECONDS)
+            woke = time.monotonic()
             trouble = self._trouble()
             if trouble is not None:
                 self._end(trouble)
@@ -147,8 +158,16 @@ class Watch:
         gap = self.workers.longest_gap
         return FIRST_ROUND_SECONDS if gap is None else max(SILENCE_SECONDS, ROUNDS * gap)
 
+    def _forgive(self, *, late: float) -> None:
+        """After this process was stopped for a while: nobody was silent in that time."""
+        if late > LATE_SECONDS:
+            self._reached += late
+            self._seen = {rank: (sign, at + late) for rank, (sign, at) in self._seen.items()}
+
     def _trouble(self) -> str | None:
-        """What is wrong with another worker, if anything."""
+        """What is wrong with another worker, or with the way to them, if anything."""
+        if time.monotonic() - self._reached > self.silence_limit:
+            return f"worker {self.workers.rank} cannot reach the others any more: {self._problem}"
         silent = self._silent(longer_than=self.silence_limit)
         if silent:
             return silent
