@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lordo
+from lordo.shards import local
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 49152
@@ -66,11 +67,11 @@ class PeakAllocation(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation and look at what it returned."""
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {local(t).untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
-                storage = t.untyped_storage()
+            if isinstance(t, torch.Tensor) and local(t).untyped_storage().data_ptr() not in given:
+                storage = local(t).untyped_storage()
                 self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
         return result

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "lordo"
 
 # A room is a module or a package directly in lordo; what is on no floor here belongs to the trainer, above all of these.
 FLOORS = [
-    {"lowrank", "updates", "suggest", "finite"},  # pure functions
+    {"lowrank", "updates", "suggest", "finite", "shards"},  # pure functions
     {"optim", "sync"},  # rooms that do not know each other
     {"methods"},  # the table, where they meet
     {"optimizer"},  # a row at work

@@ -51,7 +51,7 @@ def facts(printed: str) -> tuple[int, float, int, float]:
 
 def test_every_example_says_how_it_is_run():
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["alone.py", "lightning_module.py", "mesh.py", "processes.py", "simulated.py", "transformers_trainer.py"]
+    assert names == ["alone.py", "fsdp.py", "lightning_module.py", "mesh.py", "processes.py", "simulated.py", "transformers_trainer.py"]
     for name in names:
         program, *_, script = documented(name).split()
         assert program in ("python", TORCHRUN)
@@ -99,6 +99,17 @@ def test_mesh(simulated):
     assert loss < 2.7
     assert sent == simulated[2] * 2 // 3  # (M − 1)/M of the same: 1/2 for two workers, 3/4 for four
     assert less == simulated[3]
+
+
+@pytest.mark.slow
+def test_fsdp():
+    printed = run(documented("fsdp.py") + " --mixed-precision --checkpointing --compile aot_eager --steps 48", timeout_seconds=300)
+    trained = re.search(r"2 workers of 2 devices, 48 steps: loss ([\d.]+) nats per byte on held-out text\n", printed)
+    assert float(trained[1]) < 3.2, printed  # 5.55 is a guess among 256 bytes
+    counted = re.search(
+        r"each device: ([\d,]+) bytes sent to other workers, ([\d,]+) to its own for LoRDO, ([\d,]+) bytes of state", printed
+    )
+    assert all(int(each.replace(",", "")) > 0 for each in counted.groups())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from lordo.accounting import measured_state_bytes
 from lordo.methods import METHODS, find
 from lordo.sync import simulate
 from lordo.trainer.compare import member_config
-from lordo.trainer.loop import prepare, train
+from lordo.trainer.loop import outline, prepare, train
 from lordo.trainer.plan import plan, step_seconds
 from lordo.trainer.recipe import load, override
 from lordo.trainer.saving import Keeping
@@ -80,6 +80,21 @@ def test_prints_every_method_and_its_assumptions(recipe, capsys):
     assert "50 · 10¹²" in printed
 
 
+def test_shards_divide_what_a_device_holds_and_sends(recipe, capsys):
+    """To the byte on every device: `test_sharded_world.py`. Here: a quarter of everything but basis, moments and counts that are whole."""
+    config = load(recipe)
+    one, four = (plan(config, find("ddp-adamw"), bits_per_second=1e6, flops=1e9, shards=shards) for shards in (1, 4))
+    num_counts = len(outline(config).weights)
+    assert one.state - 4 * num_counts == 4 * (four.state - 4 * num_counts)  # every side of this model is divisible by 4
+    assert one.sent == 4 * four.sent
+    assert lordo.cli.main(["plan", str(recipe), "--shards", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "workers of 4 devices" in printed
+    assert "inside/step" in printed
+    assert "\n lordo " in printed
+    assert "\n galore " not in printed
+
+
 def test_the_papers_largest_model_needs_no_gpu_and_little_memory(capsys):
     assert lordo.cli.main(["plan", "recipes/720m.toml", "--workers", "4", "--bandwidth", "10Gbps", "--methods", "lordo,ddp-adamw"]) == 0
     printed = capsys.readouterr().out
@@ -102,6 +117,9 @@ def test_compute_is_six_operations_per_parameter_and_token():
         (["--break-even", "--workers", "1"], "--break-even needs a method that averages rarely, and more than one worker"),
         (["--methods", "lordoo"], "unknown method 'lordoo'; did you mean 'lordo'"),
         (["--tflops", "-1"], "--tflops must be above zero"),
+        (["--shards", "0"], "--shards must be at least 1"),
+        (["--shards", "2", "--methods", "galore"], "method 'galore' takes bases from its own gradients"),
+        (["--shards", "2", "--method.error_dtype", "int8"], "error_dtype='int8' has one scale for each whole column"),
         (["--train.stpes", "3"], "did you mean 'steps'"),
     ],
 )

@@ -10,7 +10,7 @@ import lordo
 from common import assert_same_bits, everything, give_gradients, parameters, randn, reloaded, train
 from lordo.lowrank import canonical
 from lordo.optim import blocks, stacks
-from lordo.optim.error import error_of, give_error_, new_error, take_error_
+from lordo.optim.error import canonical_state, error_of, give_error_, new_error, take_error_
 from lordo.optim.lowrank_step import lowrank_step_
 from lordo.optim.options import LOCAL_DEFAULTS
 from lordo.optim.rounding import pack6, unpack6
@@ -36,21 +36,22 @@ def test_sums_kept_apart_equal_the_error_itself(shape, signal, over):
     weights, states = {}, {}
     for apart in (False, True):
         (w,) = parameters(shape, dtype=torch.float64)
-        m, n = min(shape), max(shape)
+        m, n, tall = min(shape), max(shape), shape[0] > shape[1]
         zeros = {key: torch.zeros(2, n, dtype=torch.float64) for key in ("exp_avg", "exp_avg_sq")}
-        state = {"step": torch.zeros(()), **zeros, **new_error(w, rank=2, error_dtype="float32", apart=apart)}
+        state = {"step": torch.zeros(()), **zeros, **new_error(w, tall=tall, rank=2, error_dtype="float32", apart=apart)}
         for step in range(1, 9):
             if step in (1, 5):
-                take_error_(state, w) if step == 5 else None
+                take_error_(canonical_state(state, tall=tall), w) if step == 5 else None
                 state["basis"] = torch.linalg.qr(randn(m, 2, seed=step, dtype=torch.float64))[0]
             gradient = randn(*shape, seed=100 + step, dtype=torch.float64)
             state["error"].add_(gradient)
             state["step"] += 1
-            lowrank_step_(w.data, gradient, state, options)
+            lowrank_step_(canonical(w.data), canonical(gradient), canonical_state(state, tall=tall), options)
         weights[apart], states[apart] = w.detach(), state
     torch.testing.assert_close(weights[True], weights[False], rtol=0, atol=1e-12)
     assert states[True].keys() - states[False].keys() == {"error_projection"}
-    torch.testing.assert_close(take_error_(states[True], w), states[False]["error"], rtol=0, atol=1e-12)
+    sums = take_error_(canonical_state(states[True], tall=tall), w)
+    torch.testing.assert_close(sums, canonical(states[False]["error"]), rtol=0, atol=1e-12)
 
 
 def test_looking_at_the_error_changes_nothing():
@@ -120,10 +121,10 @@ def test_weights_with_another_number_of_steps_are_not_stacked_together():
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int6"])
 def test_rounding_is_right_on_average(kind):
     """The mean over many roundings comes closer to the number than one rounding step, by far."""
-    exact = randn(18, 8, seed=1) * torch.logspace(-6, 3, 8)
-    state = new_error(exact, rank=1, error_dtype=kind, apart=False) | {"basis": torch.zeros(8, 1), "step": torch.zeros(())}
-    step = {"bfloat16": exact.abs() / 128, "int8": exact.abs().amax(1, True) / 127, "int6": exact.abs().amax(1, True) / 31}[kind]
-    total = torch.zeros(18, 8, dtype=torch.float64)
+    exact = canonical(randn(18, 8, seed=1) * torch.logspace(-6, 3, 8))
+    state = new_error(exact, tall=False, rank=1, error_dtype=kind, apart=False) | {"basis": torch.zeros(8, 1), "step": torch.zeros(())}
+    step = {"bfloat16": exact.abs() / 128, "int8": exact.abs().amax(0, True) / 127, "int6": exact.abs().amax(0, True) / 31}[kind]
+    total = torch.zeros(8, 18, dtype=torch.float64)
     for place in range(400):
         state["step"].fill_(place)
         give_error_(state, exact.clone())
@@ -137,7 +138,7 @@ def test_rounding_is_right_on_average(kind):
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e38], ids=str)
 def test_scaled_forms_hold_zero_and_extremes(kind, value):
     exact = torch.full((3, 5), value)
-    state = new_error(exact, rank=1, error_dtype=kind, apart=False) | {"basis": torch.zeros(3, 1), "step": torch.ones(())}
+    state = new_error(exact, tall=False, rank=1, error_dtype=kind, apart=False) | {"basis": torch.zeros(3, 1), "step": torch.ones(())}
     give_error_(state, exact.clone())
     held = error_of(state, exact)
     assert bool(held.isfinite().all())

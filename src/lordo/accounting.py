@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical_shape
 from lordo.methods import Method, averages_plainly
 from lordo.optim import is_lowrank
 from lordo.optim.options import keeps_sums, moment_dtype
 from lordo.optim.rounding import packed_rows
+from lordo.shards import span
+from lordo.sync.dtensors import place_of
 from lordo.sync.formats import find_format, format_names
 from lordo.sync.fragments import assign_fragments
 from lordo.sync.schedule import is_due, num_due
@@ -37,19 +38,42 @@ RESIDUAL_BYTES = 2  # an element of what encoding dropped, bfloat16
 
 @dataclass(frozen=True)
 class Weight:
-    """A trainable parameter as the accounts see it.
+    """A trainable parameter as the accounts see it, and which part of it a device has.
 
     shape: its own. rank: r asked for (the weight is low-rank only if that is below its smaller side). dtype: its own.
+    shards, part, dim: devices among which it is cut, the number of this one, and along which side.
     """
 
     shape: tuple[int, ...]
     rank: int | None = None
     dtype: torch.dtype = torch.float32
+    shards: int = 1
+    part: int = 0
+    dim: int = 0
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what this device has of it."""
+        if self.shards == 1:
+            return self.shape
+        start, end = span(self.shape[self.dim], self.shards, self.part)
+        return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
+
+    @property
+    def part_numel(self) -> int:
+        """Number of elements of what this device has of it."""
+        return prod(self.part_shape)
+
+    @property
+    def part_sides(self) -> tuple[int, int]:
+        """Sides (m, n) of this device's part of a matrix, in the canonical orientation of the whole."""
+        rows, columns = self.part_shape
+        return (columns, rows) if self.shape[0] > self.shape[1] else (rows, columns)
 
     @property
     def is_lowrank(self) -> bool:
@@ -64,21 +88,21 @@ def weights_of(param_groups: Iterable[Mapping[str, Any]]) -> list[Weight]:
         for member in group["params"]:
             p: Tensor = member[1] if isinstance(member, tuple) else member
             if p.requires_grad:
-                weights.append(Weight(tuple(p.shape), group.get("rank"), p.dtype))
+                weights.append(Weight(tuple(p.shape), group.get("rank"), p.dtype, *place_of(p)))
     return weights
 
 
 def moment_numel(weight: Weight) -> int:
-    """Elements of one moment: r·n for a low-rank weight, all of them for any other."""
+    """Elements of one moment on a device: r·n for a low-rank weight, all of them for any other."""
     if not weight.is_lowrank:
-        return weight.numel
+        return weight.part_numel
     assert weight.rank is not None
-    return weight.rank * canonical_shape(weight.shape)[1]
+    return weight.rank * weight.part_sides[1]
 
 
 def basis_numel(weight: Weight) -> int:
-    """Elements of the basis: m·r, or none."""
-    return canonical_shape(weight.shape)[0] * (weight.rank or 0) if weight.is_lowrank else 0
+    """Elements of the basis on a device: m·r, or none."""
+    return weight.part_sides[0] * (weight.rank or 0) if weight.is_lowrank else 0
 
 
 def on_device(held: Mapping[str, int]) -> int:
@@ -87,7 +111,7 @@ def on_device(held: Mapping[str, int]) -> int:
 
 
 def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], *, device: str = "cpu") -> Counter[str]:
-    """Bytes of optimizer state held by one worker, per kind of state.
+    """Bytes of optimizer state held by one worker, per kind of state; of several devices, by the one whose parts `weights` are.
 
     Args:
         method: a row of the table. weights: all trainable parameters. settings: resolved (`method.resolve(…)`), the same for all
@@ -105,20 +129,20 @@ def state_bytes(method: Method, weights: Sequence[Weight], settings: Mapping[str
             held[moment] += moment_dtype(settings, weight.dtype).itemsize * moment_numel(weight)
         held["basis"] += itemsize * basis_numel(weight)
         if weight.is_lowrank and settings["error_feedback"]:
-            rows, columns = canonical_shape(weight.shape)
-            rounded = {"bfloat16": 2 * weight.numel, "int8": weight.numel, "int6": 3 * packed_rows(rows) * columns}
-            held["error"] += rounded.get(settings["error_dtype"], itemsize * weight.numel)
+            rows, columns = weight.part_sides
+            rounded = {"bfloat16": 2 * weight.part_numel, "int8": weight.part_numel, "int6": 3 * packed_rows(rows) * columns}
+            held["error"] += rounded.get(settings["error_dtype"], itemsize * weight.part_numel)
             if settings["error_dtype"] in ("int8", "int6"):
                 held["error_scale"] += 4 * columns
             if keeps_sums(settings):
                 held["error_projection"] += itemsize * moment_numel(weight)
         rounds = "parameters" in method.averages and weight.dtype != wire_dtype(weight.dtype)
         if outer or rounds or encoded or (shared_basis and weight.is_lowrank):
-            held[anchor] += itemsize * weight.numel
+            held[anchor] += itemsize * weight.part_numel
         if outer:
-            held["outer_momentum"] += itemsize * weight.numel
+            held["outer_momentum"] += itemsize * weight.part_numel
         if encoded and not (weight.is_lowrank and settings["sync_split"] and rest_is_zero(settings)):
-            held["residual"] += RESIDUAL_BYTES * weight.numel
+            held["residual"] += RESIDUAL_BYTES * weight.part_numel
         if method.averages and settings["sync_overlap"]:
             held.update(_copies_of_sent(method, weight, settings))
     return +held
@@ -128,7 +152,7 @@ def _copies_of_sent(method: Method, weight: Weight, settings: Mapping[str, Any])
     """Bytes of what overlap keeps of a weight: a copy of all that is on its way, and when that was sent."""
     held = Counter({"sent_step": STEP_BYTES * (len(method.averages) + 1)})
     for what in averaged(method, weight, settings):
-        numel = moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.numel
+        numel = moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.part_numel
         if what != "error" or settings["sync_error_every"]:
             held[f"sent_{what}"] += wire_dtype(weight.dtype).itemsize * numel
     return held
@@ -136,7 +160,7 @@ def _copies_of_sent(method: Method, weight: Weight, settings: Mapping[str, Any])
 
 def adamw_state_bytes(weights: Sequence[Weight]) -> int:
     """Bytes that torch.optim.AdamW holds for the same weights: two moments in the dtype of each weight, and a step counter."""
-    return sum(STEP_BYTES + 2 * weight.numel * weight.dtype.itemsize for weight in weights)
+    return sum(STEP_BYTES + 2 * weight.part_numel * weight.dtype.itemsize for weight in weights)
 
 
 def traffic(
@@ -154,7 +178,7 @@ def traffic(
         return moved
     for weight, fragment in zip(weights, fragments_of(weights, settings), strict=True):
         if method.averages_gradients:
-            moved["gradients"] += steps * all_reduce_moves(wire_bytes(weight.numel, weight.dtype))
+            moved["gradients"] += steps * all_reduce_moves(wire_bytes(weight.part_numel, weight.dtype))
         for what in averaged(method, weight, settings):
             times = num_due(settings, what, steps, fragment)
             if what == "parameters" and final_average and not _is_averaged_at(settings, steps, fragment):
@@ -163,12 +187,22 @@ def traffic(
                 moved[tag] += times * all_reduce_moves(payload)
         if method.basis_from == "sync" and weight.is_lowrank:
             basis = find_format(format_names(settings)["basis"], weight.dtype, what="basis")
-            moved["first gradient"] += reduce_moves(basis.payload_bytes(weight.numel))
+            moved["first gradient"] += reduce_moves(basis.payload_bytes(weight.part_numel))
             refreshes = 1 + _num_refreshes(settings, steps, fragment, final_average=final_average)
             moved["basis"] += refreshes * broadcast_moves(basis.payload_bytes(basis_numel(weight)))
     if method.averages:
         moved["envelope"] += _envelope_moves(method, weights, settings, steps=steps, num_workers=num_workers, final_average=final_average)
     return Counter({tag: sent_bytes(amount, num_workers) for tag, amount in moved.items() if amount})
+
+
+def inside_step_bytes(weights: Sequence[Weight]) -> int:
+    """Bytes that each device sends to the others of its worker at a step, on average: the sums of QᵀX where rows are cut."""
+    moved = {1: 0}
+    for weight in weights:
+        if weight.is_lowrank and (weight.dim == 0) != (weight.shape[0] > weight.shape[1]):
+            payload = wire_bytes(moment_numel(weight), weight.dtype)
+            moved[weight.shards] = moved.get(weight.shards, 0) + all_reduce_moves(payload)
+    return sum(sent_bytes(amount, shards) for shards, amount in moved.items())
 
 
 def averaged(method: Method, weight: Weight, settings: Mapping[str, Any]) -> list[str]:
@@ -187,8 +221,8 @@ def payloads(weight: Weight, what: str, settings: Mapping[str, Any]) -> dict[str
     wire = find_format(format_names(settings)[what], dtype, what=what)
     if what == "parameters" and settings["sync_split"] and weight.is_lowrank:
         inside = {"coordinates": wire_bytes(moment_numel(weight), weight.dtype)}
-        return inside if rest_is_zero(settings) else {**inside, "parameters": wire.payload_bytes(weight.numel)}
-    payload = wire.payload_bytes(moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.numel)
+        return inside if rest_is_zero(settings) else {**inside, "parameters": wire.payload_bytes(weight.part_numel)}
+    payload = wire.payload_bytes(moment_numel(weight) if what in ("exp_avg", "exp_avg_sq") else weight.part_numel)
     return {what: payload, "step": STEP_BYTES} if what == "exp_avg" else {what: payload}
 
 

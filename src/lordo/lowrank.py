@@ -48,7 +48,12 @@ def lift(basis: Tensor, coordinates: Tensor) -> Tensor:
 
 def overlap(first: Tensor, second: Tensor) -> float:
     """Share ‖Q₁ᵀQ₂‖²_F / r that two subspaces have in common: 1 for the same subspace, r/m for random ones."""
-    return float((first.mT @ second).square().sum() / first.shape[-1])
+    return common_share(first.mT @ second)
+
+
+def common_share(change: Tensor) -> float:
+    """`overlap` from C = Q₁ᵀQ₂, (r, r)."""
+    return float(change.square().sum() / change.shape[-1])
 
 
 def identity_basis(m: int, rank: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -190,10 +195,14 @@ def rotate_moments(
     Returns:
         u', v', both (r, n), v' >= 0.
     """
+    return change_basis(exp_avg, exp_avg_sq, new.mT @ old, betas=betas, step=step)
+
+
+def change_basis(exp_avg: Tensor, exp_avg_sq: Tensor, change: Tensor, *, betas: tuple[float, float], step: float) -> tuple[Tensor, Tensor]:
+    """`rotate_moments` with C = Q_newᵀ Q_old, (r, r), already formed."""
     if step == 0:
         return exp_avg, exp_avg_sq
     c1, c2 = (1 - beta**step for beta in betas)
-    change = new.mT @ old
     mean = exp_avg / c1
     variance = (exp_avg_sq / c2 - mean.square()).clamp_(min=0)
     rotated = change @ exp_avg

@@ -109,6 +109,23 @@ class Method:
             after.append(Exchange(*what, settings=settings, then=follow))
         return before, after
 
+    def check_parts(self, settings: Mapping[str, Any]) -> None:
+        """Refuse what needs all of a low-rank weight, where each device of a worker has a part of it.
+
+        Raises:
+            ValueError: one sentence that names the setting.
+        """
+        if self.basis_from != "sync":
+            raise ValueError(
+                f"method '{self.name}' takes bases from its own gradients, of which each device has a part: for workers of several devices "
+                "take 'lordo', or a method without low-rank weights"
+            )
+        if settings["error_feedback"] and settings["error_dtype"] in ("int8", "int6"):
+            raise ValueError(
+                f"error_dtype={settings['error_dtype']!r} has one scale for each whole column, of which each device has a part: for "
+                "workers of several devices take 'bfloat16' or 'float32'"
+            )
+
 
 def averages_plainly(settings: Mapping[str, Any]) -> bool:
     """Whether everything is averaged at once, whole and in full precision."""

@@ -12,16 +12,20 @@ from torch.optim.optimizer import required
 
 from lordo.lowrank import BasisMethod
 from lordo.methods import SYNC_DEFAULTS, Method, find
-from lordo.optim import LowRankAdam, is_lowrank
+from lordo.optim import LowRankAdam, ParamGroups, is_lowrank
 from lordo.optim.error import ErrorDtype
 from lordo.optim.local import evaluate, without_autocast
 from lordo.optim.options import LOCAL_DEFAULTS, MomentDtype, check_range, check_whole
+from lordo.shards import cut_dim, local
 from lordo.suggest import nearest, unknown
 from lordo.sync import Comm, Solo, as_comm
 from lordo.sync.agreement import check_agreement
+from lordo.sync.dtensors import as_dtensor, inside_of, is_dtensor, named_of, own_part
 from lordo.sync.exchange import Exchange
 from lordo.sync.formats import WireFormat
 from lordo.sync.fragments import assign_fragments
+from lordo.sync.group import warn_if_not_alone
+from lordo.sync.inside import Inside, own_rows
 from lordo.sync.rules import AnchorDevice, AverageGradients, SyncReport
 from lordo.sync.schedule import PERIODS, is_due, steps_to_next
 from lordo.sync.shares import MAX_LEFT_OUT_IN_A_ROW, LeftOut, average_
@@ -60,9 +64,16 @@ class DistributedOptimizer(LowRankAdam):
         """Check everything, allocate all state; nothing is sent before the first step."""
         self.method = find(method) if isinstance(method, str) else method
         self._attach(as_comm(workers))
+        if isinstance(params, ParamGroups) and params.in_ddp and self.workers.size > 1:
+            raise ValueError(
+                "the model is wrapped in DistributedDataParallel, which averages gradients at every step: leave the wrapper "
+                "out, and pass workers=… alone"
+            )
         resolved = self.method.resolve(settings)
         self.before, self.after = self.method.rules(resolved)
         super().__init__(params, resolved)
+        if workers is None:
+            warn_if_not_alone(self.workers.inside.num_devices)
 
     def _attach(self, comm: Comm) -> None:
         self.workers = comm
@@ -107,8 +118,49 @@ class DistributedOptimizer(LowRankAdam):
         """State of the local step, and what the rules keep."""
         state = super().new_state(p, group)
         for rule in (*self.before, *self.after):
-            state.update(rule.new_state(p, is_lowrank(p.shape, group["rank"]), self.resolved(group)))
+            state.update(rule.new_state(local(p.detach()), state, self.resolved(group)))
         return state
+
+    # -- several devices in one worker -----------------------------------------------------------------------------------
+
+    def check_devices(self, group: dict[str, Any]) -> None:
+        """Find out which devices make up this worker, and refuse what does not work with several.
+
+        Raises:
+            TypeError, ValueError: one sentence.
+        """
+        named = [each for g in self.param_groups for each in named_of(g)]
+        self.workers.inside = inside_of(named, self.workers, self.workers.inside)
+        if any(cut_dim(p) is not None and is_lowrank(p.shape, group["rank"]) for p in group["params"]):
+            self.method.check_parts(group)
+
+    def own_rows(self, p: Tensor, matrix: Tensor) -> Tensor:
+        """The rows of an (m, …) matrix that go with this device's part of a weight."""
+        return own_rows(matrix, p, self.workers.inside)
+
+    def sum_inside(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over the devices of this worker."""
+        self.workers.inside.total_([("inside", tensor) for tensor in tensors])
+
+    def first_inside(self, note: str | None) -> str | None:
+        """A note of one of the devices of this worker that has one: the same on all of them."""
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        return self.workers.inside.first(note, device=device)
+
+    def own_part(self, p: Tensor, key: str, value: Tensor) -> Tensor:
+        """This device's part of a loaded state."""
+        return own_part(key, value, p, lowrank="basis" in self.state[p])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; where a worker is several devices, tensors that they share are DTensors."""
+        saved = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [i for group in saved["param_groups"] for i in group["params"]]
+        for i, p in zip(numbers, parameters, strict=True):
+            if is_dtensor(p) and i in saved["state"]:
+                state = saved["state"][i]
+                saved["state"][i] = {key: as_dtensor(key, value, p, lowrank="basis" in state) for key, value in state.items()}
+        return saved
 
     def fragment_of(self, p: Tensor) -> int:
         """Number of the fragment with which a parameter is averaged."""
@@ -191,7 +243,7 @@ class DistributedOptimizer(LowRankAdam):
             return
         for _, p, _ in self.named_members():
             if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device))
+                local(p.grad).div_(scale.to(p.grad.device))
         self.grad_scale = None
 
     @torch.no_grad()
@@ -255,10 +307,37 @@ class DistributedOptimizer(LowRankAdam):
             members = [member for member in self.named_members() if member[0] in names]
             left_out = exchange.average_parameters(self, self.workers, members, self.steps_taken)
         elif stale:
-            left_out = average_([("parameters", name, p.detach()) for name, p in stale], self.workers, in_a_row=self.left_out_in_a_row)
+            named = [("parameters", name, local(p.detach())) for name, p in stale]
+            left_out = average_(named, self.workers, in_a_row=self.left_out_in_a_row)
         if stale:
             self._averaged_at = self.steps_taken
             self._count_left_out(left_out)
+
+    @torch.no_grad()
+    def average_state(self) -> None:
+        """Average weights, moments, errors and counts of steps over the workers now: what any worker then holds is the state of all.
+
+        For a checkpoint to be loaded with another number of workers. The errors' mean is what projection dropped of the mean gradients.
+
+        Raises:
+            ValueError: each worker has bases of its own, so that moments have no mean.
+        """
+        if self.method.averages_gradients:
+            return
+        if self.method.basis_from not in (None, "sync"):
+            raise ValueError(f"with method '{self.method.name}' each worker has bases of its own: save the state of every worker instead")
+        self.average_parameters()
+        named: list[tuple[str, str, Tensor]] = []
+        errors: list[tuple[Tensor, Tensor]] = []
+        for name, p, _ in self.named_members():
+            state = self.state[p]
+            named += [(key, f"{name}.{key}", state[key]) for key in ("exp_avg", "exp_avg_sq", "residual", "step") if key in state]
+            if "error" in state:
+                errors.append((p, self.take_error(p)))
+                named.append(("error", f"{name}.error", errors[-1][1]))
+        self._count_left_out(average_(named, self.workers, in_a_row=self.left_out_in_a_row))
+        for p, error in errors:
+            self.give_error(p, error)
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -316,7 +395,7 @@ class DistributedOptimizer(LowRankAdam):
         new = [p for group in self.param_groups if not group["started"] for p in group["params"] if p in self.state]
         for p in new:
             if "anchor" in self.state[p]:
-                self.state[p]["anchor"].copy_(p)  # the weights may have been loaded after the optimizer was built
+                self.state[p]["anchor"].copy_(local(p.detach()))  # the weights may have been loaded after the optimizer was built
         members = self.named_members()
         settings = [{"method": self.method.name, **_plain(g)} for g in self.param_groups]
         check_agreement(members, settings, self.workers, weights=[m for m in members if not m[2]["started"]])
@@ -347,6 +426,7 @@ class DistributedOptimizer(LowRankAdam):
         copied_from = self._copied_from
         self._attach(Solo())
         self._copied_from = copied_from
+        self.workers.inside = inside_of([each for group in self.param_groups for each in named_of(group)], self.workers, Inside())
         self.before, self.after = self.method.rules(self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from lordo.finite import first_nonfinite
-from lordo.lowrank import canonical, canonical_shape, identity_basis, rotate_moments
+from lordo.lowrank import canonical_shape, change_basis, identity_basis
 from lordo.optim.by_name import by_name
-from lordo.optim.error import error_of, give_error_, is_rounded, new_error, settle_, take_error_
+from lordo.optim.error import canonical_state, error_of, give_error_, is_rounded, new_error, settle_, take_error_
 from lordo.optim.fullrank_step import fullrank_step_
 from lordo.optim.local_basis import local_basis
 from lordo.optim.options import LOCAL_DEFAULTS, check_options, keeps_sums, moment_dtype
 from lordo.optim.routing import clean_names, is_lowrank
+from lordo.optim.shared_steps import batches, shared_steps_
 from lordo.optim.stacks import Part, lowrank_steps_
+from lordo.shards import canonical_part, cut_dim, cut_side, is_tall, layout_of, local
 
 # Steps in a row that may be skipped for a non-finite gradient before it is an error.
 MAX_SKIPPED_IN_A_ROW = 20
@@ -34,7 +36,8 @@ class LowRankAdam(torch.optim.Optimizer):
     State of a low-rank weight of canonical shape (m, n), m <= n: `step` (), `exp_avg` and `exp_avg_sq` (r, n), `basis` (m, r), and
     with error feedback `error` in the weight's own shape and what goes with its form (`error_of` gives E whatever the form). Of any
     other weight: `step`, `exp_avg`, `exp_avg_sq` in its shape. All of it exists from construction on, in float32 (float64 for float64
-    weights) unless a setting says otherwise, under the same keys on every worker.
+    weights) unless a setting says otherwise, under the same keys on every worker. Of a weight that is shared among devices (a DTensor)
+    each holds the parts that go with its rows or columns (docs/decisions/0020).
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of either (`lordo.param_groups`).
@@ -62,6 +65,7 @@ class LowRankAdam(torch.optim.Optimizer):
             self.check_group(group)
             for p in group["params"]:
                 _check_parameter(p)
+            self.check_devices(group)
         except (ValueError, TypeError):
             self.param_groups.pop()  # a refused group leaves the optimizer as it was
             raise
@@ -77,15 +81,15 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """State of one parameter before its first step."""
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        shape: torch.Size | tuple[int, int] = p.shape
+        dtype, rank, part = torch.promote_types(p.dtype, torch.float32), group["rank"], local(p.detach())
+        shape: torch.Size | tuple[int, int] = part.shape
         state = {"step": torch.zeros((), dtype=torch.float32)}
-        if is_lowrank(p.shape, group["rank"]):
-            m, n = canonical_shape(p.shape)
-            shape = (group["rank"], n)
-            state["basis"] = identity_basis(m, group["rank"], dtype=dtype, device=p.device)
+        if is_lowrank(p.shape, rank):
+            shape = (rank, canonical_part(p.detach(), p).shape[1])
+            basis = identity_basis(canonical_shape(p.shape)[0], rank, dtype=dtype, device=p.device)
+            state["basis"] = self.own_rows(p, basis) if cut_side(p) == "rows" else basis
             if group["error_feedback"]:
-                state |= new_error(p, rank=group["rank"], error_dtype=group["error_dtype"], apart=keeps_sums(group))
+                state |= new_error(part, tall=is_tall(p), rank=rank, error_dtype=group["error_dtype"], apart=keeps_sums(group))
         for moment in ("exp_avg", "exp_avg_sq"):
             state[moment] = torch.zeros(shape, dtype=moment_dtype(group, p.dtype), device=p.device)
         return state
@@ -102,29 +106,57 @@ class LowRankAdam(torch.optim.Optimizer):
                 if p in self.state:
                     yield name, p, group
 
-    def set_basis(self, p: Tensor, basis: Tensor) -> None:
-        """Install a basis (m, r), carrying both moments into it."""
-        state = self.state[p]
+    def set_basis(self, p: Tensor, basis: Tensor) -> Tensor:
+        """Install a basis (m, r), carrying both moments into it; returns C = Q_newᵀ Q_old, (r, r)."""
+        state = self.canonical_state(p)
         settle_(state)  # the error is held in terms of the old basis
         old = state["basis"]
+        change = basis.mT @ old
+        if cut_side(p) == "rows":
+            self.sum_inside([change])
         betas, step = self._group_of(p)["betas"], float(state["step"])
         u, v = (state[moment].to(old.dtype) for moment in ("exp_avg", "exp_avg_sq"))
-        u, v = rotate_moments(u, v, old, basis, betas=betas, step=step)
+        u, v = change_basis(u, v, change, betas=betas, step=step)
         state["exp_avg"].copy_(u)
         state["exp_avg_sq"].copy_(v)
         old.copy_(basis)
+        return change
+
+    def canonical_state(self, p: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter with its error in canonical orientation."""
+        return canonical_state(self.state[p], tall=p.ndim == 2 and is_tall(p))
 
     def error_of(self, p: Tensor) -> Tensor:
         """E of a low-rank weight, in its own shape: what projection dropped so far. A copy; `state[p]["error"]` may hold another form."""
-        return error_of(self.state[p], p)
+        return self._in_own_shape(error_of(self.canonical_state(p), canonical_part(p.detach(), p)), p)
 
     def take_error(self, p: Tensor) -> Tensor:
         """E of a low-rank weight, to be changed in place and given back."""
-        return take_error_(self.state[p], p)
+        return self._in_own_shape(take_error_(self.canonical_state(p), canonical_part(p.detach(), p)), p)
 
     def give_error(self, p: Tensor, error: Tensor) -> None:
         """Write an E that came from `take_error`."""
-        give_error_(self.state[p], error)
+        give_error_(self.canonical_state(p), self._in_own_shape(error, p))
+
+    def _in_own_shape(self, matrix: Tensor, p: Tensor) -> Tensor:
+        """From the canonical orientation to the weight's own, or back."""
+        return matrix.mT if is_tall(p) else matrix
+
+    # -- several devices in one worker: here there is one ----------------------------------------------------------------
+
+    def check_devices(self, group: dict[str, Any]) -> None:
+        """Check how the parameters of a group are spread over devices."""
+
+    def own_rows(self, p: Tensor, matrix: Tensor) -> Tensor:
+        """The rows of an (m, …) matrix that go with this device's part of a weight."""
+        return matrix
+
+    def sum_inside(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over the devices of this worker."""
+
+    def first_inside(self, note: str | None) -> str | None:
+        """A note of one of the devices of this worker that has one: the same on all of them."""
+        return note
 
     def resolved(self, group: dict[str, Any]) -> dict[str, Any]:
         """The settings of a group with those that follow from others filled in."""
@@ -169,33 +201,58 @@ class LowRankAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             options = self.resolved(group)
             lowrank: list[Part] = []
+            shared: list[tuple[Tensor, Tensor]] = []
             fullrank: list[Part] = []
             for p in group["params"]:
                 if p.grad is None or p not in self.state:
                     continue
-                gradient, state = self._unscaled(p.grad), self.state[p]
-                if "basis" in state:
-                    _take_in_(gradient, state, options)
-                state["step"] += 1
-                (lowrank if "basis" in state else fullrank).append((p, gradient, state))
+                weight, gradient, state = local(p.detach()), self._unscaled(local(p.grad)), self.state[p]
+                if "basis" not in state:
+                    state["step"] += 1
+                    fullrank.append((weight, gradient, state))
+                elif cut_dim(p) is None:
+                    lowrank.append(self._lowrank_part(p, gradient, options))
+                else:
+                    shared.append((p, gradient))
             lowrank_steps_(lowrank, options)
+            self._shared_steps(shared, options)
             fullrank_step_(fullrank, options)
+
+    def _lowrank_part(self, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> Part:
+        """What a step needs of a weight, in canonical orientation, the gradient taken in."""
+        weight, gradient, state = canonical_part(p.detach(), p), self._in_own_shape(gradient, p), self.canonical_state(p)
+        _take_in_(gradient, state, options)
+        state["step"] += 1
+        return weight, gradient, state
+
+    def _shared_steps(self, shared: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> None:
+        for side in ("rows", "columns"):
+            weights = [p for p, _ in shared if cut_side(p) == side]
+            gradients = [gradient for p, gradient in shared if cut_side(p) == side]
+            for batch in batches(weights, rank=options["rank"]):
+                parts = [self._lowrank_part(p, G, options) for p, G in zip(weights[batch], gradients[batch], strict=True)]
+                shared_steps_(parts, options, side=side, sum_=self.sum_inside)
 
     def check_gradients(self) -> None:
         """Refuse gradients that this step cannot use, before anything is sent.
 
         Raises:
-            ValueError, TypeError: a gradient of a parameter that was frozen at first; a sparse one.
+            ValueError, TypeError: a gradient of a parameter that was frozen at first; a sparse one, or one laid out in another way.
         """
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p not in self.state):
             raise ValueError(f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was built: add it by add_param_group")
         for name, p, _ in self._members():
+            if p.grad is not None and layout_of(p.grad) != layout_of(p):
+                raise TypeError(
+                    f"the gradient of '{name}' is laid out over devices as {layout_of(p.grad)}, the parameter as {layout_of(p)}: "
+                    "LoRDO needs them alike, as fully_shard leaves them"
+                )
             if p.grad is not None and p.grad.layout is not torch.strided:
                 raise TypeError(f"the gradient of '{name}' is {p.grad.layout}; LoRDO needs dense gradients (sparse=False)")
 
     def _nonfinite_gradient(self) -> str | None:
-        """Name of a parameter whose gradient holds a NaN or an infinity."""
-        return first_nonfinite((name, p.grad) for name, p, _ in self._members() if p.grad is not None)
+        """Name of a parameter whose gradient holds a NaN or an infinity, on any device of this worker."""
+        return self.first_inside(first_nonfinite((name, local(p.grad)) for name, p, _ in self._members() if p.grad is not None))
 
     def _count(self, unusable: str | None) -> None:
         """Count this step in every group, and report it if it is skipped."""
@@ -250,7 +307,11 @@ class LowRankAdam(torch.optim.Optimizer):
         for saved_id, p in zip(saved_ids, parameters, strict=True):
             for key, value in loaded["state"].get(saved_id, {}).items():
                 own = self.state[p][key]
-                self.state[p][key] = value.detach().clone().to(device=own.device)
+                self.state[p][key] = self.own_part(p, key, value).detach().clone().to(device=own.device)
+
+    def own_part(self, p: Tensor, key: str, value: Tensor) -> Tensor:
+        """This device's part of a loaded state."""
+        return value
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         """Refuse the state of another optimizer or another model: it would train on in silence, without its bases."""
@@ -264,8 +325,9 @@ class LowRankAdam(torch.optim.Optimizer):
                     f"optimizer has {', '.join(sorted(own)) or 'nothing'}: build it with the settings of the saved one"
                 )
             for key, value in own.items():
-                if value.shape != saved[key].shape:
-                    raise ValueError(f"'{key}' has shape {tuple(saved[key].shape)} in the loaded state, {tuple(value.shape)} here")
+                theirs = self.own_part(p, key, saved[key]).shape
+                if value.shape != theirs:
+                    raise ValueError(f"'{key}' has shape {tuple(theirs)} in the loaded state, {tuple(value.shape)} here")
 
 
 def _take_in_(gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
@@ -273,7 +335,7 @@ def _take_in_(gradient: Tensor, state: dict[str, Tensor], options: dict[str, Any
     signal = gradient
     if "error" in state and not is_rounded(state):
         signal = state["error"].add_(gradient)
-    local_basis(canonical(signal), state, options)
+    local_basis(signal, state, options)
     if (int(state["step"]) + 1) % SETTLE_EVERY == 0:
         settle_(state)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lordo.lowrank import canonical, leading_subspace, lift, power_iteration, rotate_moments
+from lordo.lowrank import leading_subspace, lift, power_iteration, rotate_moments
 
 
 def local_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
@@ -14,7 +14,7 @@ def local_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any
 
     Args:
         signal: X (m, n), the gradient with the error if that is fed back.
-        state: of this parameter, before this step is counted.
+        state: of this parameter in canonical orientation, before this step is counted.
         options: the parameter group.
     """
     if options["basis_from"] == "sync":
@@ -24,7 +24,7 @@ def local_basis(signal: Tensor, state: dict[str, Tensor], options: dict[str, Any
     if new is None:
         return
     if options["basis_from"] == "momentum" and "error" in state:
-        canonical(state["error"]).add_(_lost_momentum(new, state, options["betas"][0]))
+        state["error"].add_(_lost_momentum(new, state, options["betas"][0]))
     _install(new, state, options)
 
 

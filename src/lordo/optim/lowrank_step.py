@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, project
+from lordo.lowrank import project
 from lordo.optim.blocks import column_blocks
 from lordo.optim.error import decode, encode_, is_rounded
 from lordo.optim.rounding import store_
@@ -23,47 +23,77 @@ from lordo.updates import denominator, fullrank_scale, lowrank_direction, update
 State = dict[str, Tensor]
 
 
-def lowrank_step_(weight: Tensor, gradient: Tensor, state: State, options: dict[str, Any]) -> None:
-    """W = (1 − lr·wd) W − lr · [ (1−ω) F/μ(D) + ω Q(û/D) ], with the moments and the error updated.
+class LowRankStep:
+    """One step of one weight in its three parts, so that sums over the devices of a worker may come between them.
 
     Nothing of the weight's full size is allocated: where weight, gradient and state have the dtype of the computation (float32, or
     float64 for float64 weights) they are worked on where they lie, else block by block.
 
-    Args:
-        weight, gradient: the weight's own shape, (m, n) or (n, m), or a stack of them; the gradient is only read.
-        state: step (already counting this step), exp_avg, exp_avg_sq, basis, and what `error.py` keeps if the error is fed back. An
-            error that is not rounded holds X already.
-        options: the parameter group.
+    Attributes:
+        scale: 1/μ(D), (1, n) or (1, 1); None without a full-rank term. Known after `learn_`.
+        D: √v̂ + ε, (r, n). Known after `learn_`.
     """
-    work = torch.promote_types(weight.dtype, torch.float32)
-    signal = _Signal(canonical(gradient), state, work)
-    g = signal.projected()
-    direction, D = _learn_(g, state, options, work)
 
-    omega, lr = options["omega"], float(options["lr"]) * options["scale"]
-    scale = None
-    if omega < 1 and options["fullrank_signal"] == "projected":
-        direction.addcdiv_(g, D, value=1 - omega)
-    elif omega < 1:
-        scale = fullrank_scale(D, over=options["fullrank_denominator"]).reciprocal_()
-        if signal.before is not None and options["fullrank_signal"] == "gradient+error":
+    def __init__(self, weight: Tensor, gradient: Tensor, state: State, options: dict[str, Any]) -> None:
+        """What the step is about.
+
+        Args:
+            weight, gradient: (m, n), or a stack of them, or some of their rows or columns; the gradient is only read.
+            state: step (already counting this step), exp_avg, exp_avg_sq, basis, and what `error.py` keeps if the error is fed back, in
+                canonical orientation. An error that is not rounded holds X already.
+            options: the parameter group.
+        """
+        self.weight, self.state, self.options = weight, state, options
+        self.work = torch.promote_types(weight.dtype, torch.float32)
+        self.signal = _Signal(gradient, state, self.work)
+        self.scale: Tensor | None = None
+        self.D: Tensor
+        self._g: Tensor
+        self._direction: Tensor
+
+    def coordinates(self) -> Tensor:
+        """QᵀX, (r, n), or QᵀS where the error is kept as sums; of some rows, what these add to it."""
+        return self.signal.projected()
+
+    def learn_(self, coordinates: Tensor) -> None:
+        """Update both moments with what `coordinates` gave, added up over all rows."""
+        options = self.options
+        self._g = self.signal.gradient_part(coordinates)
+        self._direction, self.D = _learn_(self._g, self.state, options, self.work)
+        if options["omega"] < 1 and options["fullrank_signal"] == "projected":
+            self._direction.addcdiv_(self._g, self.D, value=1 - options["omega"])
+        elif options["omega"] < 1:
+            self.scale = fullrank_scale(self.D, over=options["fullrank_denominator"]).reciprocal_()
+
+    def apply_(self) -> None:
+        """W = (1 − lr·wd) W − lr · [ (1−ω) F/μ(D) + ω Q(û/D) ], and the error."""
+        signal, state, scale, direction, options = self.signal, self.state, self.scale, self._direction, self.options
+        omega, lr = options["omega"], float(options["lr"]) * options["scale"]
+        if scale is not None and signal.before is not None and options["fullrank_signal"] == "gradient+error":
             direction.addcmul_(signal.before, scale, value=omega - 1)
-    signal.remember_()
+        signal.remember_()
 
-    Q, decay = state["basis"], 1 - float(options["lr"]) * options["weight_decay"]
-    for columns in signal.blocks(weight):
-        W = canonical(weight)[..., columns]
-        updated = W.to(work)  # the weight itself where it has that dtype
-        X = signal.block(columns)
-        if decay != 1:
-            updated.mul_(decay)
-        if scale is not None:
-            F = signal.gradient[..., columns].to(work) if options["fullrank_signal"] == "gradient" else X
-            updated.addcmul_(F, scale if scale.shape[-1] == 1 else scale[..., columns], value=-lr * (1 - omega))
-        _add_product_(updated, Q, direction[..., columns], factor=-lr)
-        if updated.dtype != W.dtype:
-            W.copy_(updated)
-        signal.keep_(columns, X, g)
+        Q, decay = state["basis"], 1 - float(options["lr"]) * options["weight_decay"]
+        for columns in signal.blocks(self.weight):
+            W = self.weight[..., columns]
+            updated = W.to(self.work)  # the weight itself where it has that dtype
+            X = signal.block(columns)
+            if decay != 1:
+                updated.mul_(decay)
+            if scale is not None:
+                F = signal.gradient[..., columns].to(self.work) if options["fullrank_signal"] == "gradient" else X
+                updated.addcmul_(F, scale if scale.shape[-1] == 1 else scale[..., columns], value=-lr * (1 - omega))
+            _add_product_(updated, Q, direction[..., columns], factor=-lr)
+            if updated.dtype != W.dtype:
+                W.copy_(updated)
+            signal.keep_(columns, X, self._g)
+
+
+def lowrank_step_(weight: Tensor, gradient: Tensor, state: State, options: dict[str, Any]) -> None:
+    """The step of a weight (or a stack of them) that one device has all of; see `LowRankStep`."""
+    step = LowRankStep(weight, gradient, state, options)
+    step.learn_(step.coordinates())
+    step.apply_()
 
 
 def _learn_(g: Tensor, state: State, options: dict[str, Any], work: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,24 +125,27 @@ class _Signal:
     def blocks(self, weight: Tensor) -> Any:
         """Slices of columns: one for all, unless something has to be converted."""
         exact = self.work == weight.dtype == self.gradient.dtype and not self.rounded
-        return [slice(None)] if exact else column_blocks(canonical(weight))
+        return [slice(None)] if exact or not weight.numel() else column_blocks(weight)
 
     def block(self, columns: slice) -> Tensor:
         """X (or S) of some columns, (m, c)."""
         if self.rounded:
             return decode(self.state, columns, self.work).add_(self.gradient[..., columns])
-        held = canonical(self.state["error"]) if "error" in self.state else self.gradient
+        held = self.state.get("error", self.gradient)
         return held[..., columns].to(self.work)
 
     def projected(self) -> Tensor:
-        """g = QᵀX, (r, n)."""
+        """QᵀX (or QᵀS), (r, n)."""
         Q = self.state["basis"]
         parts = [project(Q, self.block(columns)) for columns in self.blocks(self.gradient)]
-        g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def gradient_part(self, coordinates: Tensor) -> Tensor:
+        """g = QᵀX, (r, n), of what `projected` gave."""
         if self.before is None:
-            return g
-        self.sums = g
-        return g - self.before
+            return coordinates
+        self.sums = coordinates
+        return coordinates - self.before
 
     def remember_(self) -> None:
         """h of the next step: the coordinates of S."""

@@ -44,12 +44,16 @@ class Route:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Parameter groups for an optimizer; printing them shows the table of what goes where and why."""
+    """Parameter groups for an optimizer; printing them shows the table of what goes where and why.
 
-    def __init__(self, groups: list[dict[str, Any]], routes: list[Route]) -> None:
-        """Groups as torch optimizers take them, and the route of every parameter of the model."""
+    Attributes:
+        routes: the route of every parameter of the model. in_ddp: whether the model averages gradients at every step by itself.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], routes: list[Route], *, in_ddp: bool) -> None:
+        """Groups as torch optimizers take them, and what else is known of the model."""
         super().__init__(groups)
-        self.routes = routes
+        self.routes, self.in_ddp = routes, in_ddp
 
     def table(self) -> str:
         """One line a parameter: name, shape, rank, reason; parameters that differ by layer number only share a line."""
@@ -90,7 +94,7 @@ def param_groups(model: nn.Module, *, rank: int | None) -> ParamGroups:
     groups: list[dict[str, Any]] = [{"params": lowrank, "rank": rank}] if lowrank else []
     if fullrank:
         groups.append({"params": fullrank, "rank": None})
-    return ParamGroups(groups, routes)
+    return ParamGroups(groups, routes, in_ddp=isinstance(model, nn.parallel.DistributedDataParallel))
 
 
 def _reasons(model: nn.Module, rank: int | None) -> Iterator[tuple[str, Tensor, str]]:

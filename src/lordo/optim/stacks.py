@@ -18,7 +18,10 @@ from lordo.optim.lowrank_step import lowrank_step_
 SMALL_ELEMENTS = 1 << 14
 STACK_ELEMENTS = 1 << 18
 
-Part = tuple[Tensor, Tensor, dict[str, Tensor]]  # weight, gradient, state
+# What a step reads and writes of the state, besides the count of steps; the rest belongs to the synchronisation.
+_USED = ("exp_avg", "exp_avg_sq", "basis", "error", "error_projection")
+
+Part = tuple[Tensor, Tensor, dict[str, Tensor]]  # weight, gradient, state; of low-rank ones in canonical orientation
 
 
 def lowrank_steps_(parts: Sequence[Part], options: dict[str, Any]) -> None:
@@ -38,7 +41,7 @@ def _stacked_step_(stack: list[Part], options: dict[str, Any]) -> None:
     weights = torch.stack([weight for weight, _, _ in stack])
     gradients = torch.stack([gradient for _, gradient, _ in stack])
     states = [state for _, _, state in stack]
-    together = {key: torch.stack([state[key] for state in states]) for key in states[0] if key not in ("step", "anchor")}
+    together = {key: torch.stack([state[key] for state in states]) for key in _USED if key in states[0]}
     lowrank_step_(weights, gradients, together | {"step": states[0]["step"]}, options)
     torch._foreach_copy_([weight for weight, _, _ in stack], list(weights.unbind()))
     for key in together.keys() - {"basis"}:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lordo.shards import local
 from lordo.sync.comm import Comm
 from lordo.sync.rules import Member
 
@@ -35,18 +36,17 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
     if comm.size == 1:
         return
     note = {
-        "memory": (_PROCESS, os.getpid(), next((p.data_ptr() for _, p, _ in members if p.numel()), 0)),
+        "memory": (_PROCESS, os.getpid(), next((local(p.detach()).data_ptr() for _, p, _ in members if p.numel()), 0)),
         "layout": {name: (tuple(p.shape), str(p.dtype)) for name, p, _ in members},
         "settings": settings,
-        "weights": {name: _fingerprint(p) for name, p, _ in weights},
+        "weights": {name: _fingerprint(local(p.detach())) for name, p, _ in weights},
     }
     notes = comm.gather(note)
-    for worker, other in enumerate(notes[1:], start=1):
-        if other["memory"] == notes[0]["memory"] and other["memory"][-1]:
-            raise DisagreementError(f"workers 0 and {worker} share one model: build one for each, inside the function it runs")
-        difference = _difference(notes[0], other, worker)
-        if difference is not None:
-            raise DisagreementError(difference)
+    found = (_difference(notes[0], other, worker) for worker, other in enumerate(notes[1:], start=1))
+    difference = next((each for each in found if each is not None), None)
+    difference = comm.inside.first(difference, device=members[0][1].device) if members else difference
+    if difference is not None:
+        raise DisagreementError(difference)
 
 
 def _fingerprint(p: Tensor) -> int:
@@ -63,6 +63,8 @@ def _fingerprint(p: Tensor) -> int:
 
 def _difference(first: dict[str, Any], other: dict[str, Any], worker: int) -> str | None:
     """The first thing in which a worker differs from worker 0, as a sentence."""
+    if other["memory"] == first["memory"] and other["memory"][-1]:
+        return f"workers 0 and {worker} share one model: build one for each, inside the function it runs"
     same_model, alike = "build the same model on every worker", "give every worker the same settings"
     for name in sorted(first["layout"].keys() ^ other["layout"].keys()):
         has, lacks = (0, worker) if name in first["layout"] else (worker, 0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lordo.sync.inside import Inside
 from lordo.sync.wire import (
     BUCKET_ELEMENTS,
     Piece,
@@ -40,6 +41,7 @@ class Comm(ABC):
     Attributes:
         rank: number of this worker, 0 … size − 1.
         size: number of workers M.
+        inside: the devices that make up this worker: one, unless an optimizer finds its weights to be shared among several.
         phase: what this worker is doing: "compute", or the tag of what is being timed.
         moved: per tag, what collectives moved; `bytes_sent` turns it into bytes.
         seconds: per tag, seconds spent (waiting included, except where workers share one process and take turns).
@@ -55,6 +57,7 @@ class Comm(ABC):
     def __init__(self, rank: int, size: int) -> None:
         """Worker `rank` of `size`, nothing sent yet."""
         self.rank, self.size = rank, size
+        self.inside = Inside()
         self.phase = "compute"
         self.moved: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -75,6 +78,16 @@ class Comm(ABC):
             num_shares: how many workers' tensors count, if not all: the others hold zeros.
         """
         divisor = self.size if num_shares is None else num_shares
+        for summed in self._summed(tagged):
+            summed.div_(divisor)
+
+    def total_(self, tagged: Tagged) -> None:
+        """Replace every tensor by its sum over the workers, as `mean_` by their mean."""
+        for _ in self._summed(tagged):
+            pass
+
+    def _summed(self, tagged: Tagged) -> Iterator[Tensor]:
+        """The sums of tensors over the workers, some of them together in one buffer: what is done to it is done to them."""
         for tag, t in tagged:
             if not t.is_floating_point() or t.element_size() < 2:
                 raise TypeError(f"only floating-point tensors have a mean here; got {t.dtype} under '{tag}'")
@@ -87,7 +100,7 @@ class Comm(ABC):
             for _, t in tagged:
                 if travels_alone(t):
                     self.sum_(t)
-                    t.div_(divisor)
+                    yield t
             together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for _, t in tagged:
                 if not travels_alone(t):
@@ -95,7 +108,7 @@ class Comm(ABC):
             for (dtype, device), tensors in together.items():
                 for used in self._together_(tensors, dtype, device):
                     self.sum_(used)
-                    used.div_(divisor)
+                    yield used
 
     def _together_(self, tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
         """Tensors laid into one buffer after another: whatever is done to a buffer is done to what lies in it."""
@@ -201,6 +214,16 @@ class Comm(ABC):
         Returns:
             A function that waits for all messages to this worker and returns them, the j-th from worker j.
         """
+
+    def route_(self, out: Tensor, tensor: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """Send each member its own piece of a flat tensor, and take in one from each: the pieces fill `out`.
+
+        Args:
+            out, tensor: one-dimensional, contiguous, of one type. out_sizes: elements from each member. sizes: elements to each.
+        """
+        pieces = [piece.contiguous().view(torch.uint8) for piece in torch.split(tensor, list(sizes))]
+        arrived = self.exchange(pieces, [size * out.element_size() for size in out_sizes])()
+        out.view(torch.uint8).copy_(torch.cat(arrived))
 
     @abstractmethod
     def gather(self, note: Any) -> list[Any]:

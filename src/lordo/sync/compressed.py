@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lordo.finite import first_nonfinite
+from lordo.shards import local
 from lordo.sync.comm import Comm, WorkerError
 from lordo.sync.formats import Format, WireFormat, find_format
 from lordo.sync.shares import LeftOut
@@ -86,7 +87,9 @@ class CompressedMean:
             _count(self.comm, part.tag, [all_reduce_moves(part.format.payload_bytes(part.numel))])
         _count(self.comm, "envelope", [broadcast_moves(self.comm.size * (NOTE_BYTES + 2 * CHECKSUM_BYTES))])
         with self.comm.timed("encoding"):
-            unusable = next((i for i, part in enumerate(self.parts) if first_nonfinite([("", part.read())]) is not None), _USABLE)
+            found = next((i for i, part in enumerate(self.parts) if first_nonfinite([("", part.read())]) is not None), None)
+            found = self.comm.inside.first(found, device=self.device)
+            unusable = _USABLE if found is None else found
             note = torch.tensor([unusable, in_a_row], dtype=torch.int32, device=self.device).view(torch.uint8)
             for batch in self.batches:
                 batch.encode_contributions()
@@ -229,13 +232,14 @@ def means_at_owners(
     """The means over the workers of some tensors, each at the worker that owns it.
 
     Args:
-        tensors, read: `read(tensor)`, of the tensor's shape, is what this worker contributes. owners: of each tensor. wire: the format.
+        tensors, read: `read(tensor)`, of the shape of this device's part of it, is what this worker contributes.
+        owners: of each tensor. wire: the format.
 
     Yields:
         (number, mean) of the tensors that this worker owns; the mean is in float32 or better.
     """
     formats = [find_format(wire, t.dtype, what=tag) for t in tensors]
-    device, sizes = tensors[0].device, [f.payload_bytes(t.numel()) for f, t in zip(formats, tensors, strict=True)]
+    device, sizes = tensors[0].device, [f.payload_bytes(local(t.detach()).numel()) for f, t in zip(formats, tensors, strict=True)]
     mine = {worker: [i for i, owner in enumerate(owners) if owner == worker] for worker in range(comm.size)}
     with comm.timed("encoding"):
         payloads = [f.encode(f.blocks(read(t))) for f, t in zip(formats, tensors, strict=True)]
@@ -335,7 +339,8 @@ class Verdict:
         counts = torch.tensor([worker in self.damaged for worker in range(self.comm.size)], dtype=torch.int32, device=self.device)
         with self.comm.transfer():
             self.comm.sum_(counts)
-        guilty = ", ".join(str(worker) for worker in counts.nonzero().flatten().tolist())
+            anywhere = self.comm.inside.any(counts)
+        guilty = ", ".join(str(worker) for worker in anywhere.nonzero().flatten().tolist())
         if guilty:
             raise DamagedPayloadError(
                 f"what worker {guilty} sent arrived damaged (checksum): nothing of it was used; check memory and network of that machine "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, canonical_shape
+from lordo.shards import cut_side, is_tall, local
 from lordo.sync.comm import Comm
 from lordo.sync.compressed import CompressedMean, Part
 from lordo.sync.formats import find_format, format_names
@@ -79,21 +79,20 @@ class Exchange:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """What follows keeps; what encoding dropped (bfloat16); with overlap a copy of everything that is sent."""
-        state = self.then.new_state(p, lowrank, settings)
-        dtype = wire_dtype(p.dtype)
+        kept = self.then.new_state(p, state, settings)
+        dtype, lowrank = wire_dtype(p.dtype), "basis" in state
         if self.formats["parameters"] != "float32" and not (lowrank and self.split and rest_is_zero(settings)):
-            state["residual"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            kept["residual"] = torch.zeros_like(p, dtype=torch.bfloat16)
         if self.overlap:
-            moment = (settings["rank"], canonical_shape(p.shape)[1]) if lowrank else p.shape
             for what in self.what:
                 if what != "error":
-                    state[f"sent_{what}"] = torch.zeros(p.shape if what == "parameters" else moment, dtype=dtype, device=p.device)
+                    kept[f"sent_{what}"] = torch.zeros_like(p if what == "parameters" else state[what], dtype=dtype)
                 elif lowrank and settings["error_feedback"] and settings["sync_error_every"]:
-                    state["sent_error"] = torch.zeros_like(p, dtype=dtype)
-            state["sent_step"] = torch.full((len(self.what),), _LANDED, dtype=torch.float32)
-        return state
+                    kept["sent_error"] = torch.zeros_like(p, dtype=dtype)
+            kept["sent_step"] = torch.full((len(self.what),), _LANDED, dtype=torch.float32)
+        return kept
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class Exchange:
         mean.gather()
         mean.finish()
         for p, moved in landing.moved.items():
-            p.copy_(optimizer.state[p]["anchor"].to(p.device) + moved)
+            local(p.detach()).copy_(optimizer.state[p]["anchor"].to(p.device) + moved)
         return mean.left_out
 
     def _sent_before(self, optimizer: Synchronised, comm: Comm, step: int) -> list[Flight]:
@@ -159,7 +158,7 @@ class Exchange:
     def _keep_copies(self, optimizer: Synchronised, due: Sequence[tuple[str, Member]]) -> None:
         for what, (_, p, _) in due:
             state = optimizer.state[p]
-            state[f"sent_{what}"].copy_(p if what == "parameters" else _take(optimizer, what, p))
+            state[f"sent_{what}"].copy_(local(p.detach()) if what == "parameters" else _take(optimizer, what, p))
             state["sent_step"][self.what.index(what)] = float(state["step"])
 
     def _launch(self, optimizer: Synchronised, comm: Comm, due: list[tuple[str, Member]], step: int) -> Flight:
@@ -194,8 +193,7 @@ class Exchange:
             for what, (_, p, _) in flight.due:
                 optimizer.state[p]["sent_step"][self.what.index(what)] = _LANDED
         if flight.landing.is_ruined:
-            for _, p, _ in optimizer.named_members():
-                heal_(optimizer.state[p])
+            heal_([optimizer.state[p] for _, p, _ in optimizer.named_members()], comm)
 
     # -- what travels, and what is done with its mean ------------------------------------------------------------------
 
@@ -203,7 +201,7 @@ class Exchange:
         """A moment or the error."""
         name, p, settings = member
         state = optimizer.state[p]
-        shape = p.shape if what == "error" else state[what].shape
+        shape = local(p.detach()).shape if what == "error" else state[what].shape
         sent = state[f"sent_{what}"] if self.overlap else _take(optimizer, what, p)
         beta = {"exp_avg": settings["betas"][0], "exp_avg_sq": settings["betas"][1]}.get(what, 1.0)
 
@@ -232,6 +230,7 @@ class Exchange:
                 whole.append(_Values(self, optimizer, comm, member, landing).part())
             else:
                 whole.append(_Change(self, optimizer, comm, member, landing).part())
+        _add_up_coordinates(split, comm)
         return [*(change.coordinates() for change in split), *(change.part() for change in split if not change.complete), *whole]
 
     def _format(self, what: str, comm: Comm) -> Any:
@@ -261,9 +260,10 @@ class _Values:
     """A parameter that travels as it is."""
 
     def __init__(self, rule: Exchange, optimizer: Synchronised, comm: Comm, member: Member, landing: Landing) -> None:
-        self.name, self.p, self.settings = member
-        self.state, self.landing = optimizer.state[self.p], landing
-        self.sent = self.state["sent_parameters"] if landing.overlapped else self.p.detach()
+        self.name, self.key, self.settings = member
+        self.p = local(self.key.detach())
+        self.state, self.landing = optimizer.state[self.key], landing
+        self.sent = self.state["sent_parameters"] if landing.overlapped else self.p
         self.format = find_format(rule._format("parameters", comm), self.p.dtype, what="parameters")
 
     def part(self) -> Part:
@@ -295,7 +295,7 @@ class _Values:
         """The mean change where the copy of what was sent was: the anchor takes it up, and the weight follows."""
         self.take_off()
         self.sent.copy_(change)
-        self.landing.moved[self.p] = self.sent
+        self.landing.moved[self.key] = self.sent
 
 
 class _Change(_Values):
@@ -314,7 +314,7 @@ class _Change(_Values):
         if self.landing.overlapped:
             self.leave_behind(change)
         elif is_rounded(self.p):
-            self.landing.moved[self.p] = change
+            self.landing.moved[self.key] = change
         else:
             self.p.copy_(self.anchor + change)
 
@@ -325,11 +325,20 @@ class _SplitChange(_Change):
     def __init__(self, rule: Exchange, optimizer: Synchronised, comm: Comm, member: Member, landing: Landing) -> None:
         super().__init__(rule, optimizer, comm, member, landing)
         self.basis, self.complete = self.state["basis"], rest_is_zero(self.settings)
+        self.added_up: Tensor | None = None
+
+    def canonical(self, matrix: Tensor) -> Tensor:
+        """A view of this device's part in the canonical orientation of the whole weight."""
+        return matrix.mT if is_tall(self.key) else matrix
+
+    def own_coordinates(self) -> Tensor:
+        """c of this worker, (r, n)."""
+        return coordinates(self.basis, self.canonical(self.change())) if self.added_up is None else self.added_up
 
     def coordinates(self) -> Part:
-        numel = self.basis.shape[1] * canonical_shape(self.p.shape)[1]
+        numel = self.basis.shape[1] * self.canonical(self.p).shape[1]
         plain = find_format("float32", self.basis.dtype, what="coordinates")
-        return Part("coordinates", self.name, plain, numel, lambda: coordinates(self.basis, self.change()), self.write_coordinates)
+        return Part("coordinates", self.name, plain, numel, self.own_coordinates, self.write_coordinates)
 
     def write_coordinates(self, mean: Tensor) -> None:
         self.lifted = lift_exactly(self.basis, mean.view(self.basis.shape[1], -1))
@@ -338,10 +347,18 @@ class _SplitChange(_Change):
 
     def read(self) -> Tensor:
         rest = self.change()
-        canonical(rest).sub_(lift_exactly(self.basis, coordinates(self.basis, rest)))
+        self.canonical(rest).sub_(lift_exactly(self.basis, self.own_coordinates()))
         return rest.add_(self.state["residual"]) if "residual" in self.state else rest
 
     def write(self, mean: Tensor) -> None:
         change = mean.view_as(self.p).clone()
-        canonical(change).add_(self.lifted)
+        self.canonical(change).add_(self.lifted)
         super().write(change)
+
+
+def _add_up_coordinates(changes: Sequence[_SplitChange], comm: Comm) -> None:
+    """Where the rows of a weight are cut, each device has a part of the sum c = Qᵀ D: add them up once, before any of it is read."""
+    cut = [change for change in changes if cut_side(change.key) == "rows"]
+    for change in cut:
+        change.added_up = change.own_coordinates()
+    comm.inside.total_([("inside", change.added_up) for change in cut if change.added_up is not None])

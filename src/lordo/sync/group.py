@@ -39,6 +39,11 @@ class Group(Comm):
         self._name = group.group_name
 
     @property
+    def processes(self) -> list[int]:
+        """Numbers of its processes among all."""
+        return dist.get_process_group_ranks(self._group)
+
+    @property
     def _group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self._name)
 
@@ -84,6 +89,11 @@ class Group(Comm):
 
         return arrived
 
+    def route_(self, out: Tensor, tensor: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """An all-to-all of the tensors as they lie, without copies."""
+        with self.transfer(), self._waiting("an exchange of parts"):
+            dist.all_to_all_single(out, tensor, list(out_sizes), list(sizes), group=self._group)
+
     def gather(self, note: Any) -> list[Any]:
         """Pickled small objects of all processes."""
         notes: list[Any] = [None] * self.size
@@ -92,10 +102,14 @@ class Group(Comm):
         return notes
 
 
-def _warn_if_not_alone() -> None:
-    """`workers=None` in one of several processes is nearly always a mistake, and nothing else would tell."""
+def warn_if_not_alone(num_devices: int) -> None:
+    """`workers=None` in one of several processes that are not one worker is nearly always a mistake, and nothing else would tell.
+
+    Args:
+        num_devices: of this worker.
+    """
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
+    if processes > num_devices:
         warnings.warn(
             f"workers=None: this process trains alone, though it is one of {processes}; pass workers=torch.distributed.group.WORLD "
             "(after init_process_group) to train together",
@@ -114,7 +128,6 @@ def as_comm(workers: Any) -> Comm:
         TypeError, ValueError: anything else; a mesh of several dimensions; a group this process is not part of.
     """
     if workers is None:
-        _warn_if_not_alone()
         return Solo()
     if isinstance(workers, Comm):
         return workers

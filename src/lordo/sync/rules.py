@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, leading_subspace, overlap, rounding_noise
+from lordo.lowrank import canonical, common_share, leading_subspace, rounding_noise
+from lordo.shards import local
 from lordo.sync.comm import Comm
 from lordo.sync.compressed import Verdict, means_at_owners, send_encoded_
 from lordo.sync.formats import WireFormat
@@ -61,11 +63,11 @@ class Synchronised(Protocol):
     def fragment_of(self, p: Tensor) -> int:
         """Number of the fragment with which a parameter is averaged."""
 
-    def set_basis(self, p: Tensor, basis: Tensor) -> None:
-        """Install a basis, carrying the moments over."""
+    def set_basis(self, p: Tensor, basis: Tensor) -> Tensor:
+        """Install a basis, carrying the moments over; returns Q_newᵀ Q_old."""
 
     def take_error(self, p: Tensor) -> Tensor:
-        """The error of a low-rank weight, in the weight's shape, to be changed in place and given back."""
+        """The error of a low-rank weight, in the shape of this device's part of it, to be changed in place and given back."""
 
     def give_error(self, p: Tensor, error: Tensor) -> None:
         """Write an error that came from `take_error`."""
@@ -77,14 +79,14 @@ class Rule(Protocol):
     def __call__(self, optimizer: Synchronised, comm: Comm, step: int) -> None:
         """Do it if it is due at this step."""
 
-    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What this rule needs to keep for a parameter."""
+    def new_state(self, p: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What this rule needs to keep for a parameter (this device's part of it), besides the state of the local step."""
 
 
 class Stateless:
     """A rule that keeps nothing."""
 
-    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -99,7 +101,7 @@ class AverageGradients(Stateless):
         for _, p, _ in optimizer.named_members():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        comm.mean_([("gradients", p.grad) for _, p, _ in optimizer.named_members() if p.grad is not None])
+        comm.mean_([("gradients", local(p.grad)) for _, p, _ in optimizer.named_members() if p.grad is not None])
 
 
 class FirstBasis(Stateless):
@@ -117,12 +119,13 @@ class FirstBasis(Stateless):
         refresh = Refresh(optimizer, comm, members, step, wire=self.wire)
         if self.wire == "float32":
             for i, (_, p, _) in enumerate(members):
-                gradient = _usable_gradient(p)
+                gradient = _usable_gradient(p, comm)
                 comm.mean_at_(gradient, target=refresh.owners[i], tag="first gradient")
                 refresh.compute(i, gradient, first=True)
         else:
             parameters = [p for _, p, _ in members]
-            for i, mean in means_at_owners(comm, parameters, _usable_gradient, refresh.owners, self.wire, tag="first gradient"):
+            read = partial(_usable_gradient, comm=comm)
+            for i, mean in means_at_owners(comm, parameters, read, refresh.owners, self.wire, tag="first gradient"):
                 refresh.compute(i, mean, first=True)
         refresh.install()
 
@@ -142,12 +145,12 @@ class Average(Stateless):
         for member in optimizer.named_members():
             name, p, settings = member
             for what in self.what:
-                tensor = p.detach() if what == "parameters" else optimizer.state[p].get(what)
+                tensor = local(p.detach()) if what == "parameters" else optimizer.state[p].get(what)
                 if tensor is None or not is_due(settings, what, step):
                     continue
                 counted += [member] if what == "exp_avg" else []
                 if what == "parameters" and is_rounded(p):
-                    tensor = optimizer.state[p]["moved"] = _moved(p, optimizer.state[p]["anchor"])
+                    tensor = optimizer.state[p]["moved"] = _moved(tensor, optimizer.state[p]["anchor"])
                 if what == "error":
                     tensor = optimizer.take_error(p)
                     errors.append((p, tensor))
@@ -161,8 +164,7 @@ class Average(Stateless):
         for p, error in errors:
             optimizer.give_error(p, error)
         if any(each.worker == comm.rank for each in left_out):
-            for _, p, _ in optimizer.named_members():
-                heal_(optimizer.state[p])
+            heal_([optimizer.state[p] for _, p, _ in optimizer.named_members()], comm)
         averaged = tuple(what for what in self.what if any(what == tag for tag, _, _ in due))
         optimizer.report = SyncReport(step, averaged, left_out=left_out)
 
@@ -214,9 +216,9 @@ class PseudoGradient:
         self.refresh, self.outer, self.basis_wire = refresh, outer, basis_wire
         self.anchored, self.anchor_device = anchored, anchor_device
 
-    def new_state(self, p: Tensor, lowrank: bool, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """The anchor, where Δ is needed or the weight itself too coarse, in float32 or better; the outer momentum."""
-        if not (self.outer or self.anchored or (self.refresh and lowrank) or is_rounded(p)):
+        if not (self.outer or self.anchored or (self.refresh and "basis" in state) or is_rounded(p)):
             return {}
         device = p.device if self.anchor_device == "same" or p.is_meta else torch.device("cpu")
         pinned = p.is_cuda and device.type == "cpu"  # page-locked: copies from and to a GPU run at full speed
@@ -255,18 +257,18 @@ class PseudoGradient:
         refresh = Refresh(optimizer, comm, lowrank, step, wire=self.basis_wire)
         mine = {p: i for i, (_, p, _) in enumerate(lowrank) if refresh.owners[i] == comm.rank}
         for _, p, settings in members:
-            state = optimizer.state[p]
-            anchor, averaged = state["anchor"], p
+            state, weight = optimizer.state[p], local(p.detach())
+            anchor, averaged = state["anchor"], weight
             delta = moved.get(p)
             if delta is not None:
                 averaged = anchor.to(p.device).add_(delta)  # unrounded
             elif self.outer or p in mine:
-                delta = _change(p, anchor)
+                delta = _change(weight, anchor)
             if delta is not None and self.outer:
                 nesterov_(averaged, delta, state["outer_momentum"], settings)
             if delta is not None and p in mine:
                 refresh.compute(mine[p], delta)
-            p.add_(averaged) if onto and p in moved else p.copy_(averaged)
+            weight.add_(averaged) if onto and p in moved else weight.copy_(averaged)
             anchor.copy_(averaged)
         if lowrank:
             optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
@@ -286,6 +288,17 @@ def nesterov_(weight: Tensor, delta: Tensor, momentum: Tensor, settings: dict[st
     weight.add_(delta, alpha=rate - 1).add_(momentum, alpha=rate * mu)
 
 
+@dataclass(frozen=True)
+class _Collected:
+    """A weight whose new basis is computed by this worker: its number; on the device that computes, all of matrix and old basis."""
+
+    i: int
+    whole: Tensor | None
+    old: Tensor | None
+    noise: float
+    first: bool
+
+
 # What the owner of a weight sends in place of a basis when the present one stays.
 KEEP = math.nan
 
@@ -295,6 +308,8 @@ class Refresh:
 
     A decomposition that every worker repeats differs in signs and last bits between machines and thread counts; moments averaged
     later would then live in different bases. Hence one owner for each matrix, the work spread evenly.
+
+    Where a worker is several devices, those of the owner collect as many matrices as they are, each device one, and compute at once.
     """
 
     def __init__(self, optimizer: Synchronised, comm: Comm, members: Sequence[Member], step: int, *, wire: WireFormat = "float32") -> None:
@@ -303,22 +318,47 @@ class Refresh:
         self.old = [optimizer.state[p]["basis"] for _, p, _ in members]
         self.new = [torch.empty_like(basis) for basis in self.old]
         self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
+        self.collected: list[_Collected] = []
 
     def compute(self, i: int, matrix: Tensor, *, first: bool = False) -> None:
-        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, which only this worker needs."""
-        name, p, settings = self.members[i]
+        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, which only this worker needs.
+
+        Args:
+            matrix: this device's part of it; it may be overwritten afterwards. first: there was no basis before.
+        """
         if self.owners[i] != self.comm.rank:
             return
+        p, inside = self.members[i][1], self.comm.inside
         with self.comm.timed("basis refresh"):
-            seed = (0, name, self.step)
             # a worker alone averages nothing, so that nothing is rounded
-            noise = 0.0 if first or self.comm.size == 1 else rounding_noise(p, self.old[i].dtype)
-            more: dict[str, int] = {"fresh": self.old[i].shape[1]} if first else {}
-            new = leading_subspace(canonical(matrix), self.old[i], method=settings["basis"], seed=seed, noise=noise, **more)
-            self.new[i].copy_(new) if new is not None else self.new[i].fill_(KEEP)
+            noise = 0.0 if first or self.comm.size == 1 else rounding_noise(local(p.detach()), self.old[i].dtype)
+            noise = inside.highest(noise, device=p.device)
+            old = inside.collect_basis(self.old[i], p, target=len(self.collected))
+            whole = inside.collect(matrix, p, target=len(self.collected))
+            self.collected.append(_Collected(i, whole, old, noise, first))
+            if len(self.collected) == inside.size:
+                self._decompose()
+
+    def _decompose(self) -> None:
+        """New bases from the matrices that were collected: each device of this worker computes that of its own."""
+        inside, computed = self.comm.inside, {}
+        for each in self.collected:
+            name, _, settings = self.members[each.i]
+            if each.whole is not None and each.old is not None:
+                more: dict[str, int] = {"fresh": each.old.shape[1]} if each.first else {}
+                new = leading_subspace(
+                    canonical(each.whole), each.old, method=settings["basis"], seed=(0, name, self.step), noise=each.noise, **more
+                )
+                computed[each.i] = torch.full_like(each.old, KEEP) if new is None else new
+        for source, each in enumerate(self.collected):
+            inside.hand_out_(self.new[each.i], computed.get(each.i), self.members[each.i][1], source=source)
+        self.collected = []
 
     def install(self) -> tuple[float, tuple[str, ...]]:
         """Send, rotate and install; returns the mean overlap with the old bases and the names of the bases that stayed."""
+        if self.collected:
+            with self.comm.timed("basis refresh"):
+                self._decompose()
         verdict = Verdict(self.comm, self.old[0].device)
         for worker in range(self.comm.size):
             mine = [basis for basis, owner in zip(self.new, self.owners, strict=True) if owner == worker]
@@ -331,12 +371,12 @@ class Refresh:
             verdict.check()
         with self.comm.timed("basis refresh"):
             overlaps, kept = [], []
-            for (name, p, _), new, old in zip(self.members, self.new, self.old, strict=True):
-                if bool(new[0, 0].isnan()):
+            stays = self.comm.inside.any(torch.stack([new[:1, :1].isnan().any() for new in self.new]))  # a device may have no rows
+            for (name, p, _), new, keep in zip(self.members, self.new, stays.tolist(), strict=True):
+                if keep:
                     kept.append(name)
-                    continue
-                overlaps.append(overlap(new, old))
-                self.optimizer.set_basis(p, new)
+                else:
+                    overlaps.append(common_share(self.optimizer.set_basis(p, new)))
         return sum(overlaps) / len(overlaps) if overlaps else 1.0, tuple(kept)
 
 
@@ -351,9 +391,9 @@ def spread(costs: Sequence[float], num_workers: int) -> list[int]:
     return owners
 
 
-def _usable_gradient(p: Tensor) -> Tensor:
-    """A copy of the gradient in the type of the average; zero where it is missing or not finite."""
+def _usable_gradient(p: Tensor, comm: Comm) -> Tensor:
+    """A copy of the gradient in the type of the average; zero where it is missing or not finite on any device of this worker."""
     if p.grad is None:
-        return torch.zeros_like(p, dtype=wire_dtype(p.dtype))
-    gradient = p.grad.to(wire_dtype(p.dtype), copy=True)
-    return gradient if bool(gradient.isfinite().all()) else gradient.zero_()
+        return torch.zeros_like(local(p.detach()), dtype=wire_dtype(p.dtype))
+    gradient = local(p.grad).to(wire_dtype(p.dtype), copy=True)
+    return gradient.zero_() if bool(comm.inside.any(~gradient.isfinite().all())) else gradient

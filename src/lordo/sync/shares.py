@@ -49,7 +49,8 @@ def average_(named: Sequence[tuple[str, str, Tensor]], comm: Comm, *, in_a_row: 
     """
     if comm.size == 1 or not named:
         return ()
-    notes = comm.gather((first_nonfinite((name, tensor) for _, name, tensor in named), in_a_row, comm.newcomer))
+    unusable = first_nonfinite((name, tensor) for _, name, tensor in named)
+    notes = comm.gather((comm.inside.first(unusable, device=named[0][2].device), in_a_row, comm.newcomer))
     left_out = tuple(LeftOut(worker, name, before + 1) for worker, (name, before, _) in enumerate(notes) if name is not None)
     counted = [worker for worker, (name, _, newcomer) in enumerate(notes) if name is None and not newcomer]
     num_shares = len(counted) or comm.size
@@ -60,16 +61,21 @@ def average_(named: Sequence[tuple[str, str, Tensor]], comm: Comm, *, in_a_row: 
     return left_out
 
 
-def heal_(state: dict[str, Any]) -> None:
-    """After a worker was left out: what an average did not replace and is not finite starts anew.
+def heal_(states: Sequence[dict[str, Any]], comm: Comm) -> None:
+    """After a worker was left out: what an average did not replace and is not finite, on any of its devices, starts anew.
 
     Args:
-        state: of one parameter. A moment that is not finite takes the other one and the count of steps with it, an error its other parts.
+        states: of all parameters. A moment that is not finite takes the other one and the count of steps with it, an error its other parts.
+        comm: the workers; every device of this one makes the call.
     """
-    bad = [key for key, tensor in state.items() if tensor.is_floating_point() and first_nonfinite([(key, tensor)])]
-    if "exp_avg" in bad or "exp_avg_sq" in bad:
-        bad += ["exp_avg", "exp_avg_sq", "step"]
-    if any(key.startswith("error") for key in bad):
-        bad += [key for key in state if key.startswith("error")]
-    for key in bad:
-        state[key].zero_()
+    numbers = ((i, key, t) for i, state in enumerate(states) for key, t in state.items() if t.is_floating_point())
+    found = [(i, key) for i, key, t in numbers if first_nonfinite([(key, t)])]
+    bad = {each for device in comm.inside.gather(found) for each in device}
+    for i, state in enumerate(states):
+        keys = {key for number, key in bad if number == i}
+        if keys & {"exp_avg", "exp_avg_sq"}:
+            keys |= {"exp_avg", "exp_avg_sq", "step"}
+        if any(key.startswith("error") for key in keys):
+            keys |= {key for key in state if key.startswith("error")}
+        for key in keys:
+            state[key].zero_()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, project
+from lordo.lowrank import project
 
 _BASIS_BITS, _COORDINATE_BITS = 20, 24
 
@@ -26,8 +26,8 @@ def rest_is_zero(settings: Mapping[str, Any]) -> bool:
 
 
 def coordinates(basis: Tensor, change: Tensor) -> Tensor:
-    """c = Qᵀ D, (m, r), the weight's shape -> (r, n)."""
-    return project(basis, canonical(change))
+    """c = Qᵀ D, (m, r), (m, n) -> (r, n); of some rows, what these add to it."""
+    return project(basis, change)
 
 
 def lift_exactly(basis: Tensor, coordinates: Tensor) -> Tensor:

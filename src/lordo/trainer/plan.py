@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from rich.table import Table
 
-from lordo.accounting import Weight, adamw_state_bytes, on_device, state_bytes, traffic
+from lordo.accounting import Weight, adamw_state_bytes, inside_step_bytes, on_device, state_bytes, traffic
 from lordo.methods import METHODS, Method, find
+from lordo.optim.options import check_whole
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig, UsageError
 from lordo.trainer.link import BreakEven, Load, break_even, load_of
@@ -22,7 +23,8 @@ NOTES = """\
 Per worker, on average. T steps of M workers with K steps between synchronisations; N bytes averaged cost a ring all-reduce of
 2 (M−1)/M · N, a basis costs a broadcast of (M−1)/M · its bytes. Memory is weights, gradients and optimizer state; activations
 come on top. Seconds = compute + bytes · 8 / bandwidth, without latency; compute of a step = 6 · parameters · tokens / ({tflops:g} · 10¹²
-per second). With sync_overlap, averages cost what they take longer than the steps they overlap: of computing and sending the larger."""
+per second). With --shards everything is of one device of a worker, the first, whose parts are the largest; what fully_shard sends is not
+counted. With sync_overlap, averages cost what they take longer than the steps they overlap: of computing and sending the larger."""
 
 BREAK_EVEN_NOTES = """\
 One average of parameters and moments, waited for: below this bandwidth the bytes saved are worth more than the time of encoding and
@@ -34,13 +36,15 @@ class Plan:
     """What a run of one method would cost one worker.
 
     Attributes:
-        sent: bytes in the whole run. num_syncs: exchanges in it. state: bytes of optimizer state. memory: with weights and gradients.
+        sent: bytes in the whole run. inside: bytes of a step to other devices of the same worker.
+        num_syncs: exchanges in it. state: bytes of optimizer state. memory: with weights and gradients.
         compute_seconds: of the whole run. load: what is waited for and what is not. link_seconds: spent waiting.
         round_steps: K. steps: T. ddp_sent, adamw_state: the references.
     """
 
     method: str
     sent: int
+    inside: int
     num_syncs: int
     state: int
     memory: int
@@ -62,27 +66,34 @@ class Plan:
         return replace(self, link_seconds=self.load.waiting_seconds(bits_per_second, self.compute_seconds / self.steps))
 
 
-def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: float) -> Plan:
-    """The costs of a method for a recipe.
+def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: float, shards: int = 1) -> Plan:
+    """The costs of a method for a recipe, for one device of each worker.
 
     Args:
-        config: the recipe. method: any row. bits_per_second: of each worker's link. flops: sustained, per worker and second.
+        config: the recipe. method: any row. bits_per_second: of each device's link. flops: sustained, per device and second.
+        shards: devices among which a worker's weights are cut.
+
+    Raises:
+        ValueError: the method does not work with several devices in a worker.
     """
     own = member_config(config, method, (), lr=config.method.lr, seed=config.seed)
     shapes = outline(own)
-    settings, weights = shapes.settings, shapes.weights
+    settings, weights = shapes.settings, [replace(weight, shards=shards) for weight in shapes.weights]
+    if shards > 1 and any(weight.is_lowrank for weight in weights):
+        method.check_parts(settings)
     ddp, steps, workers = METHODS["ddp-adamw"], config.train.steps, config.workers
     sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
     state = on_device(state_bytes(method, weights, settings, device="cpu" if config.train.device == "cpu" else "cuda"))
     tokens = config.sequences_per_worker * config.data.sequence_length
-    each_step = step_seconds(weights, tokens, flops)
+    each_step = step_seconds(weights, tokens, flops) / shards
     load = load_of(method, weights, settings, steps=steps, num_workers=workers)
     return Plan(
         method=method.name,
         sent=sent,
+        inside=inside_step_bytes(weights),
         num_syncs=steps if method.averages_gradients else max(steps // settings["sync_every"], 1),
         state=state,
-        memory=state + 2 * sum(w.numel * w.dtype.itemsize for w in weights),
+        memory=state + 2 * sum(w.part_numel * w.dtype.itemsize for w in weights),
         compute_seconds=steps * each_step,
         load=load,
         link_seconds=load.waiting_seconds(bits_per_second, each_step),
@@ -108,11 +119,15 @@ def main(arguments: list[str]) -> int:
     config = load_with_options(recipe, rest, command="lordo plan")
     try:
         methods = [find(name) for name in (asked.methods.split(",") if asked.methods else METHODS)]
+        check_whole("--shards", asked.shards)
+        if asked.shards > 1 and not asked.methods:
+            methods = [method for method in methods if method.basis_from in (None, "sync")]
         links = asked.bandwidth.split(",")
         if asked.tflops <= 0:
             raise ValueError(f"--tflops must be above zero; got {asked.tflops:g}")
         speeds = [bandwidth(link) for link in links]
-        plans = [plan(config, method, bits_per_second=speeds[0], flops=asked.tflops * 1e12) for method in methods]
+        flops = asked.tflops * 1e12
+        plans = [plan(config, method, bits_per_second=speeds[0], flops=flops, shards=asked.shards) for method in methods]
         first = outline(config)
         if asked.break_even and not (first.method.averages and config.workers > 1):
             raise ValueError(
@@ -122,7 +137,8 @@ def main(arguments: list[str]) -> int:
         raise UsageError(str(error)) from error
     console = wide_console()
     numel = sum(w.numel for w in first.weights)
-    console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers, {config.train.steps} steps", highlight=False)
+    devices = f" of {asked.shards} devices" if asked.shards > 1 else ""
+    console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers{devices}, {config.train.steps} steps", highlight=False)
     console.print(first.groups.table(), highlight=False, soft_wrap=True)
     for link, speed in zip(links, speeds, strict=True):
         console.print(table([p.over(speed) for p in plans], link))
@@ -145,8 +161,10 @@ def break_even_table(rows: Sequence[BreakEven]) -> Table:
 
 def table(plans: Sequence[Plan], link: str) -> Table:
     """The plans as a table."""
+    inside = ["inside/step"] if any(p.inside for p in plans) else []
     drawn = plain_table(
-        *("method", "sent/step", "sent/sync (mean)", "sent", "× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
+        *("method", "sent/step", "sent/sync (mean)", "sent", *inside),
+        *("× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
         title=f"at {link} per worker",
     )
     for p in plans:
@@ -155,6 +173,7 @@ def table(plans: Sequence[Plan], link: str) -> Table:
             human_bytes(p.sent / p.steps),
             human_bytes(p.sent / p.num_syncs),
             human_bytes(p.sent),
+            *(human_bytes(p.inside) for _ in inside),
             f"{p.ddp_sent / p.sent:.2f}" if p.sent else "–",
             human_bytes(p.state),
             f"{p.adamw_state / p.state:.2f}",
@@ -176,6 +195,9 @@ def parser() -> Parser:
     )
     p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
     p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")
+    p.add_argument(
+        "--shards", type=int, default=1, metavar="N", help="devices of a worker, each with its part of every weight (default: 1)"
+    )
     p.add_argument("--break-even", action="store_true", help="the bandwidth under which each wire format pays for its own compute")
     p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")
     return p
