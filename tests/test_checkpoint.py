@@ -401,10 +401,32 @@ def test_any_sequence_of_cuts_and_changes_of_workers(data):
             if until == STEPS:
                 break
         assert [line["step"] for line in lines(path)] == list(range(1, STEPS + 1))
+        check_invariants(config, path)
         if not changed:
             go(config, folder / "whole")
             assert told(folder / "whole") == told(path)
             assert (folder / "whole/model/model.safetensors").read_bytes() == (path / "model/model.safetensors").read_bytes()
+
+
+def check_invariants(config, path: Path) -> None:
+    """Of the last checkpoint: stretches follow on each other, no block was read twice in them, and all workers have the same bases."""
+    last = max(complete(checkpoints(path)))
+    saved = [Part(worker) for worker in sorted((checkpoints(path) / f"step-{last:08d}").glob("worker-*"))]
+    facts = saved[0].facts
+    now = {"workers": facts["workers"], "start": facts["start"], "end": last, "sequences": facts["sequences"]}
+    eras = [*facts["eras"], now]
+    assert [era["start"] for era in eras] == [0, *(era["end"] for era in eras[:-1])]
+    text, read, earlier = load_text(config.data, config.seed).train, [], []
+    for era in eras:
+        used = (era["end"] - era["start"]) * era["sequences"]
+        for worker in range(era["workers"]):
+            mix = Mix(text, worker, era["workers"], config.seed, earlier=earlier)
+            read += [mix.shards[0]._row(i) for i in range(used)]
+        earlier.append((era["workers"], used))
+    assert len(read) < len(text[0].blocks), "more than an epoch"
+    assert len(set(read)) == len(read)
+    for name in (name for name in saved[0].names(STATE) if name.endswith("basis")):
+        assert all(torch.equal(saved[0].tensor(STATE, name), other.tensor(STATE, name)) for other in saved[1:])
 
 
 def _temporary():
