@@ -220,6 +220,50 @@ def test_a_step_whose_loss_is_out_of_proportion_is_left_out_on_that_worker(monke
     assert [line["spikes"] for line in lines(tmp_path / "off")] == [0] * 11
 
 
+@pytest.mark.parametrize("method", ["lordo", "ddp-adamw"])
+def test_after_such_a_loss_all_can_go_back_and_read_on(method, monkeypatch, tmp_path, capfd):
+    """It is the run that was stopped at that checkpoint and went on with the text that comes after what was thrown away."""
+    spike, end = (10, 12) if method == "lordo" else (10, 10)  # noticed at the end of the round
+    guard = {"train.spike_factor": 3.0, "train.spike_action": "rollback", "train.steps": 14, "train.eval_every": None}
+    config = settings_for(tmp_path, method, **guard)
+    gradients, batch, jumps = lordo.trainer.loop.Loop.gradients, Mix.batch, []
+
+    def jumping_once(self, tokens):
+        loss = gradients(self, tokens)
+        if self.workers.rank == 1 and self.place.step + 1 == spike and not jumps:
+            jumps.append(loss)
+            return loss * 10
+        return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lordo.trainer.loop.Loop, "gradients", jumping_once)
+        summary = go(config, tmp_path / "back")
+    assert "all go back to the checkpoint of step 9, for the loss of worker 1 in step 10" in capfd.readouterr().err
+    assert (summary.spikes, summary.bytes_sent) == (1, summary.bytes_predicted)
+    assert summary.tokens == (14 + end - 9) * 3 * 2 * 32
+    assert go(config, tmp_path / "by hand", until=9) is None
+    monkeypatch.setattr(Mix, "batch", lambda mix, position, size: batch(mix, position + (end - 9) * 2, size))
+    go(config, tmp_path / "by hand", from_step=9)
+    first, second = (told(tmp_path / name) for name in ("back", "by hand"))
+    assert [line["step"] for line in first] == list(range(1, 15))
+    counts = ("spikes", "tokens")
+    assert [{k: v for k, v in line.items() if k not in counts} for line in first] == [
+        {k: v for k, v in line.items() if k not in counts} for line in second
+    ]
+    assert (tmp_path / "back/model/model.safetensors").read_bytes() == (tmp_path / "by hand/model/model.safetensors").read_bytes()
+    monkeypatch.setattr(Mix, "batch", batch)  # and from a later checkpoint, the place in the text is known
+    shutil.copytree(tmp_path / "back", tmp_path / "cut", ignore=shutil.ignore_patterns("model", "step-00000014"))
+    go(config, tmp_path / "cut", from_step=13)
+    same_result(tmp_path / "back", tmp_path / "cut")
+
+
+def test_a_run_does_not_go_back_for_ever(monkeypatch, tmp_path):
+    jumping(monkeypatch, at=10)
+    config = settings_for(tmp_path, **{"train.spike_factor": 3.0, "train.spike_action": "rollback", "train.steps": 14})
+    with pytest.raises(FloatingPointError, match="worker 1 is out of proportion in step 10, though the run went back to step 9 3 times"):
+        go(config, tmp_path / "run")
+
+
 # ---- the command
 
 

@@ -283,6 +283,7 @@ REFUSED = [
     ({"method.sync_overlap": 2}, "leave sync_overlap"),
     ({"method.sync_wire": "int8"}, "whole and in full precision"),
     ({"method.sync_exp_avg_every": 6}, "sync_exp_avg_every = 6 is not a multiple of sync_every = 4"),
+    ({"train.spike_factor": 3.0, "train.spike_action": "rollback"}, r"does not go back for a loss"),
     ({"train.steps": 10}, r"train.steps = 10 is not a multiple of sync_every = 4, which --elastic needs: take 8 or 12"),
 ]
 

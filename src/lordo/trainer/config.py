@@ -329,6 +329,9 @@ class TrainConfig(Settings):
     spike_factor: Annotated[float, Field(gt=1)] | None = None
     """A worker leaves a step out whose loss is more than this times the median of its last 64; None leaves none out."""
 
+    spike_action: Literal["skip", "rollback"] = "skip"
+    """What follows such a loss: nothing else, or at the end of the round all go back to the last checkpoint before it, with other text."""
+
     keep_last: Count = 2
     """Checkpoints that are kept; older ones are removed when a newer one is complete."""
 
@@ -349,6 +352,13 @@ class TrainConfig(Settings):
     @field_serializer("clip", when_used="json")
     def _write_none(self, clip: float | None) -> float | str:
         return "none" if clip is None else clip
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_back_to(self) -> "TrainConfig":
+        if self.spike_action == "rollback" and (self.spike_factor is None or self.checkpoint_every is None):
+            lacking = "spike_factor" if self.spike_factor is None else "checkpoint_every"
+            raise ValueError(f'spike_action = "rollback" needs {lacking}: set it, or leave spike_action out')
+        return self
 
     @model_validator(mode="after")
     def _warm_up_is_part_of_the_run(self) -> "TrainConfig":

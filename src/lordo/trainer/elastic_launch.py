@@ -106,6 +106,8 @@ def check_elastic(run: Outline) -> None:
             "--elastic averages everything at once, whole and in full precision: leave sync_overlap, sync_fragments, sync_split, sync_wire "
             "and sync_wire_moments out"
         )
+    if config.train.spike_action == "rollback":
+        raise UsageError('--elastic does not go back for a loss: take train.spike_action = "skip"')
     every = settings["sync_every"]
     for what, name in PERIODS.items():
         own = period(settings, what)

@@ -204,7 +204,7 @@ class ElasticLoop(Loop):
         if now > place.start:
             eras = (*eras, replace(self.era(), end=now, synced=now - 1 if self.workers.midway else None))
         seconds, moved = time.perf_counter() - self.began, dict(self.workers.moved)
-        reached = replace(place, step=now, start=now, moved=moved, eras=eras, round=None, seconds=seconds)
+        reached = replace(place, step=now, start=now, moved=moved, ahead=0, eras=eras, round=None, seconds=seconds)
         return replace(reached, loss=float(self.loss), gradient_norm=float(self.norm))
 
     def stand_at(self, place: Place) -> None:

@@ -16,8 +16,8 @@ class Era:
     """Steps that were trained with one number of workers.
 
     workers: how many. start, end: trained were the steps start + 1 … end. sequences: blocks that each worker read at each step.
-    sent: bytes each worker sent meanwhile, by kind. synced: the last step after which they synchronised, if that is not the end: what
-    was due at the end, the workers of the next stretch did.
+    sent: bytes each worker sent meanwhile, by kind. ahead: blocks that each read and threw away, going back to a checkpoint.
+    synced: the last step after which they synchronised, if that is not the end: what was due at the end, the workers of the next did.
     """
 
     workers: int
@@ -25,12 +25,13 @@ class Era:
     end: int
     sequences: int
     sent: dict[str, int] = field(default_factory=dict)
+    ahead: int = 0
     synced: int | None = None
 
     @property
     def used(self) -> int:
         """Blocks that each worker read."""
-        return (self.end - self.start) * self.sequences
+        return (self.end - self.start) * self.sequences + self.ahead
 
 
 def sent_since(workers: Comm, before: Mapping[str, int]) -> dict[str, int]:

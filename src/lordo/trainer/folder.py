@@ -41,18 +41,29 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             dump(config, self.path / "config.toml")
             (self.path / "summary.json").unlink(missing_ok=True)  # it is not finished now
-            kept = _metrics_until(self.path / "metrics.jsonl", min(from_step, config.train.steps - 1))
-            beside = self.path / "metrics.jsonl.partial"
-            beside.write_text("".join(kept), encoding="utf-8")
-            beside.replace(self.path / "metrics.jsonl")
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._open_metrics(min(from_step, config.train.steps - 1))
         except OSError as error:
             if path is None:  # made just now, and empty
                 shutil.rmtree(self.path, ignore_errors=True)
             raise ValueError(f"the run's folder {self.path} cannot be written: {error.strerror}") from error
 
+    def _open_metrics(self, from_step: int) -> None:
+        kept = _metrics_until(self.path / "metrics.jsonl", from_step)
+        beside = self.path / "metrics.jsonl.partial"
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(self.path / "metrics.jsonl")
+        self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._last_step = from_step
+
     def record(self, progress: Progress) -> None:
-        """Append one line to `metrics.jsonl`, on disk at once, so that a run can be watched; what JSON lacks (NaN) as null."""
+        """Append one line to `metrics.jsonl`, on disk at once, so that a run can be watched; what JSON lacks (NaN) as null.
+
+        Lines of this step and later ones, from before the run went back, are dropped.
+        """
+        if progress.step <= self._last_step:
+            self._metrics.close()
+            self._open_metrics(progress.step - 1)
+        self._last_step = progress.step
         self._metrics.write(json.dumps(jsonable(asdict(progress))) + "\n")
         self._metrics.flush()
 

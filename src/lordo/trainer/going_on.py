@@ -14,7 +14,7 @@ from lordo.trainer.recipe import flat, load
 from lordo.trainer.terminal import report
 
 # What may change while a run goes on: it decides how long and on what a run trains, and what is told; not what is learnt at a step.
-_OF_TRAIN = r"steps|eval_\w+|log_every|threads|device|checkpoint_every|keep_last|timeout_seconds|spike_factor"
+_OF_TRAIN = r"steps|eval_\w+|log_every|threads|device|checkpoint_every|keep_last|timeout_seconds|spike_\w+"
 MAY_CHANGE = re.compile(rf"name|workers|output|train\.({_OF_TRAIN})|compare\..*")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.phases import changes_at
 from lordo.trainer.resume import Place
 from lordo.trainer.saving import Keeping, Saver
-from lordo.trainer.spikes import is_spike
+from lordo.trainer.spikes import MAX_TIMES_BACK, is_spike
 from lordo.trainer.splits import Splits
 from lordo.trainer.stopping import StopPoint
 from lordo.trainer.text import load_text
@@ -248,6 +249,8 @@ class Loop:
         self.sequences = self.config.sequences_per_worker
         self.validation = spread(prepared.splits.validation, self.config.train.eval_sequences)
         self.measure = Measure(optimizer, self.is_told, going_on=place.round)
+        self.spiked_at: int | None = None  # the first step of the round that this worker left out for its loss
+        self.times_back: Counter[int] = Counter()  # how often the run went back to the checkpoint of a step
         self.stand_at(place)
 
     def stand_at(self, place: Place) -> None:
@@ -256,7 +259,8 @@ class Loop:
         self.loss, self.norm = torch.tensor(place.loss), torch.tensor(place.gradient_norm)
         earlier = [(era.workers, era.used) for era in place.eras]
         self.text = Mix(self.prepared.splits.train, self.workers.rank, self.workers.size, self.config.seed, earlier=earlier)
-        self.tokens_before = sum(era.used * era.workers for era in place.eras) * self.config.data.sequence_length
+        read = sum(era.used * era.workers for era in place.eras) + place.ahead * self.workers.size
+        self.tokens_before = read * self.config.data.sequence_length
         self.logged_at, self.logged_step = time.perf_counter(), place.step
         self.began = self.logged_at - place.seconds
 
@@ -278,6 +282,8 @@ class Loop:
         self.measure.stepped(step)
         if step == 1:
             self.place.first_bases = tuple(basis.clone() for basis in self.bases())
+        if self.goes_back():
+            return
         if step < self.config.train.steps and self.is_told(step):
             self.log(self.evaluate() if self.is_evaluated(step) else None)
         if self.saver.is_due(step):
@@ -307,7 +313,7 @@ class Loop:
     def era(self) -> Era:
         """The present stretch with this number of workers."""
         sent = sent_since(self.workers, self.place.moved)
-        return Era(self.workers.size, self.place.start, self.place.step, self.sequences, sent)
+        return Era(self.workers.size, self.place.start, self.place.step, self.sequences, sent, self.place.ahead)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the averaged model is evaluated after a step."""
@@ -324,7 +330,7 @@ class Loop:
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Optimizer step number t on the next batch: its loss, and the gradient's norm before clipping."""
-        tokens = self.text.batch((step - 1 - self.place.start) * self.sequences, self.sequences).to(self.device)
+        tokens = self.text.batch(self.place.position(step, self.sequences), self.sequences).to(self.device)
         loss = self.gradients(tokens)
         factor = self.config.train.spike_factor
         if factor is not None and is_spike(float(loss), self.place.losses, factor):
@@ -340,8 +346,44 @@ class Loop:
         """Take this worker's gradients out of a step: it is counted, weights and moments stay, and a synchronisation has its share."""
         self.optimizer.zero_grad()
         self.place.spikes += 1
+        self.spiked_at = self.spiked_at or step
         usual = median(self.place.losses)
         self.saver.keeping.report(f"worker {self.workers.rank} leaves step {step} out: its loss was {loss:.3f}, {usual:.3f} is usual")
+
+    def goes_back(self) -> bool:
+        """At the end of a round: whether all went back to a checkpoint, since the loss of one of them was out of proportion in it.
+
+        Raises:
+            FloatingPointError: on all workers, if that was tried too often.
+        """
+        place = self.place
+        if self.config.train.spike_action != "rollback" or place.step % self.optimizer.round_steps:
+            return False
+        seen = [(step, worker) for worker, step in enumerate(self.workers.gather(self.spiked_at)) if step is not None]
+        self.spiked_at = None
+        if not seen:
+            return False
+        (step, worker), tell = min(seen), self.workers.rank == 0
+        target = self.saver.last_before(step, from_step=place.start)
+        if target is None:
+            if tell:
+                self.saver.keeping.report(f"there is no checkpoint before step {step} to go back to, with these workers: the run goes on")
+            return False
+        self.times_back[target] += 1
+        if self.times_back[target] > MAX_TIMES_BACK:
+            raise FloatingPointError(
+                f"the loss of worker {worker} is out of proportion in step {step}, though the run went back to step {target} "
+                f"{MAX_TIMES_BACK} times: lower the learning rate, or go on from an earlier checkpoint"
+            )
+        if tell:
+            self.saver.keeping.report(f"all go back to the checkpoint of step {target}, for the loss of worker {worker} in step {step}")
+        self.optimizer.average_parameters()  # waits for what is on its way
+        back = self.saver.go_back(target)
+        back.ahead = place.position(place.step + 1, self.sequences) - (back.step - back.start) * self.sequences
+        back.spikes, back.seconds = place.spikes, time.perf_counter() - self.began
+        self.measure.go_back(back.round)
+        self.stand_at(back)
+        return True
 
     def gradients(self, tokens: torch.Tensor) -> torch.Tensor:
         """Leave the gradient of the mean loss over (sequences, sequence_length) tokens in the parameters; returns that loss.

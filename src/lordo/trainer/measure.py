@@ -83,6 +83,11 @@ class Measure:
         self._places = [_places(i, p.numel(), total) for i, p in enumerate(self._members)]
         self._note: _Note | None = None
         optimizer.local_step_hooks.append(self._look)
+        self.go_back(going_on)
+
+    def go_back(self, going_on: Round | None) -> None:
+        """Stand in the middle of a round, or (None) at the beginning of one."""
+        self._note = self.latest = None
         self._begin_round()
         if going_on is not None:
             self._start, self._moved, self.latest = going_on.start, Counter(going_on.moved), going_on.latest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ class Place:
 
     Attributes:
         step: steps taken. eras: earlier stretches with another number of workers. start: the step after which the present one began.
-        moved: what collectives had moved then, per tag.
+        moved: what collectives had moved then, per tag. ahead: blocks read since then besides those of the steps: thrown away.
         seconds: of training so far. loss, gradient_norm: of the last step, on this worker.
         first_bases: of the low-rank weights, sorted by name. round: what is measured of the present round of steps.
         losses: this worker's last ones, if spikes are looked for. spikes: steps it left out for them.
@@ -39,6 +40,7 @@ class Place:
     eras: tuple[Era, ...] = ()
     start: int = 0
     moved: dict[str, int] = field(default_factory=dict)
+    ahead: int = 0
     seconds: float = 0.0
     loss: float = float("nan")
     gradient_norm: float = float("nan")
@@ -46,6 +48,10 @@ class Place:
     round: Round | None = None
     losses: list[float] = field(default_factory=list)
     spikes: int = 0
+
+    def position(self, step: int, sequences: int) -> int:
+        """Blocks that this worker has read in the present stretch before a step, `sequences` at each."""
+        return (step - 1 - self.start) * sequences + self.ahead
 
 
 def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimizer, *, sequences: int, for_all: bool = False) -> Snapshot:
@@ -68,7 +74,8 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         "eras": to_json(place.eras),
         "start": place.start,
-        "position": (place.step - place.start) * sequences,
+        "position": (place.step - place.start) * sequences + place.ahead,
+        "ahead": place.ahead,
         "sequences": sequences,
         "moved": dict(workers.moved),
         "moved_at_start": place.moved,
@@ -122,18 +129,19 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
     optimizer.load_state_dict(_state_dict(optimizer, state, own.facts["groups"] if same else _merged_groups(parts, workers)))
     optimizer.report = SyncReport(**_untupled(own.facts["report"]))
     _restore_random(own, model, as_saved=same or workers.rank < len(parts), worker=workers.rank)
-    workers.moved.update(facts["moved"])
-    eras, start, moved = from_json(facts["eras"]), facts["start"], facts["moved_at_start"]
+    workers.moved = Counter(facts["moved"])
+    eras, start, moved, ahead = from_json(facts["eras"]), facts["start"], facts["moved_at_start"], facts["ahead"]
     if same:
         workers.seconds.update(facts["timed"])
     elif facts["step"] > start:
-        eras = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"]))
-        start, moved = facts["step"], facts["moved"]
+        eras = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"], ahead))
+        start, moved, ahead = facts["step"], facts["moved"], 0
     return Place(
         step=facts["step"],
         eras=eras,
         start=start,
         moved=moved,
+        ahead=ahead,
         seconds=facts["seconds"],
         loss=own.facts["loss"],
         gradient_norm=own.facts["gradient_norm"],

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lordo.finite import first_nonfinite
 from lordo.optimizer import DistributedOptimizer
-from lordo.trainer.checkpoint import parts
+from lordo.trainer.checkpoint import parts, remove
 from lordo.trainer.config import RunConfig
 from lordo.trainer.resume import Place, restore, snapshot
 from lordo.trainer.writer import Writer
@@ -49,6 +49,22 @@ class Saver:
             return Place()
         place = restore(parts(self.keeping.folder, step, workers.rank, workers.size), self.model, self.optimizer)
         self.writer.found(step)
+        return place
+
+    def last_before(self, step: int, *, from_step: int) -> int | None:
+        """The last checkpoint from `from_step` on, before a step, of which all parts are on disk. All workers together."""
+        self.writer.settle()
+        notes = self.optimizer.workers.gather(self.writer.written)
+        return max((each for each in set.intersection(*map(set, notes)) if from_step <= each < step), default=None)
+
+    def go_back(self, step: int) -> Place:
+        """Put the worker back to a checkpoint, and remove its later ones."""
+        workers, folder = self.optimizer.workers, self.writer.folder
+        place = restore(parts(folder, step, workers.rank, workers.size), self.model, self.optimizer)
+        for later in [each for each in self.writer.written if each > step]:
+            remove(folder, later, workers.rank)
+            self.writer.written.remove(later)
+        self.writer.complete = self.saved_step = step
         return place
 
     def is_due(self, step: int) -> bool:

@@ -6,6 +6,8 @@ from statistics import median
 
 # The losses that a new one is compared with, and how many there must be first.
 HISTORY, ENOUGH = 64, 8
+# How often a run goes back to one checkpoint before that is an error.
+MAX_TIMES_BACK = 3
 
 
 def is_spike(loss: float, losses: list[float], factor: float) -> bool:
