@@ -29,7 +29,7 @@ from pathlib import Path
 from shaped_network import DEVICE, address, bytes_out, namespaces
 
 from lordo.trainer.link import load_of
-from lordo.trainer.loop import outline
+from lordo.trainer.prepared import outline
 from lordo.trainer.recipe import load
 from lordo.trainer.summary import environment
 

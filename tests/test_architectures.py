@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lordo
-from lordo.trainer.config import ModelConfig
+from lordo.trainer.model_config import ModelConfig
 from lordo.trainer.models import build_model
 
 BODY = {

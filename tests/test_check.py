@@ -7,8 +7,8 @@ import lordo.cli
 import lordo.trainer.memory
 from lordo.accounting import measured_state_bytes
 from lordo.sync import Solo
-from lordo.trainer.loop import build, outline, prepare
 from lordo.trainer.memory import Need, need, needed_here
+from lordo.trainer.prepared import build, outline, prepare
 from lordo.trainer.recipe import load, override
 from test_train import micro_recipe
 

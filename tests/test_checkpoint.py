@@ -27,9 +27,9 @@ import lordo.cli
 from lordo.trainer.checkpoint import STATE, WEIGHTS, DamagedError, Part, Snapshot, checkpoints, clear, complete, parts, steps, write
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.launch import run_in_threads
-from lordo.trainer.loop import prepare
 from lordo.trainer.merge import mean, merged_state, merged_weights
 from lordo.trainer.mix import Mix
+from lordo.trainer.prepared import prepare
 from lordo.trainer.recipe import load, override
 from lordo.trainer.shard import Shard
 from lordo.trainer.splits import Part as TextPart

@@ -12,9 +12,9 @@ import lordo.trainer.compare_command
 from lordo.methods import METHODS, find
 from lordo.sync import Solo
 from lordo.trainer.compare import check, learning_rates, member_config, variants
-from lordo.trainer.config import UsageError
-from lordo.trainer.loop import build
+from lordo.trainer.prepared import build
 from lordo.trainer.recipe import load, override
+from lordo.trainer.settings import UsageError
 from test_report import outside_pictures
 from test_train import micro_recipe
 

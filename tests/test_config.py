@@ -8,18 +8,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lordo.suggest import SHOWN, nearest, unknown
-from lordo.trainer.config import (
-    BatchConfig,
-    ConfigError,
-    DataConfig,
-    MethodConfig,
-    MixConfig,
-    ModelConfig,
-    PhaseConfig,
-    RunConfig,
-    TrainConfig,
-)
+from lordo.trainer.config import BatchConfig, RunConfig
+from lordo.trainer.data_config import DataConfig, MixConfig
+from lordo.trainer.method_config import MethodConfig, PhaseConfig
+from lordo.trainer.model_config import ModelConfig
 from lordo.trainer.recipe import dump, dumps, load
+from lordo.trainer.settings import ConfigError
+from lordo.trainer.train_config import TrainConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

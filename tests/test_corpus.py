@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 import lordo.cli
 import lordo.trainer.sources
 import lordo.trainer.tokenize
-from lordo.trainer.config import DataConfig, MixConfig
 from lordo.trainer.corpus import load_corpus, read_record
+from lordo.trainer.data_config import DataConfig, MixConfig
 from lordo.trainer.prepare_command import prepare
 from lordo.trainer.recipe import load, override
 from lordo.trainer.sources import Position, open_sources

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lordo.trainer.config import DataConfig
 from lordo.trainer.data import blocks, limit, list_files, load_blocks, split, spread
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.shard import Shard
 
 

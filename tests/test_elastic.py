@@ -17,8 +17,8 @@ from lordo.sync.rules import PseudoGradient
 from lordo.trainer.checkpoint import checkpoints, complete
 from lordo.trainer.elastic_launch import check_elastic
 from lordo.trainer.elastic_loop import ElasticLoop
-from lordo.trainer.loop import outline
 from lordo.trainer.mix import Mix
+from lordo.trainer.prepared import outline
 from test_checkpoint import settings_for
 from test_train import lines, micro_recipe, summary, train, wait_until
 

@@ -19,7 +19,7 @@ from lordo.accounting import measured_state_bytes, state_bytes, traffic, weights
 from lordo.lowrank import leading_subspace, lift, rotate_moments
 from lordo.methods import METHODS
 from lordo.optimizer import DistributedOptimizer
-from lordo.trainer.config import MethodConfig
+from lordo.trainer.method_config import MethodConfig
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 ROWS = pytest.mark.parametrize("name", METHODS)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lordo.trainer.config import ModelConfig
 from lordo.trainer.evaluate import validation_loss
+from lordo.trainer.model_config import ModelConfig
 from lordo.trainer.models import build_model, check_fits
 from lordo.trainer.recipe import load
 

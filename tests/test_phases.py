@@ -5,8 +5,8 @@ import torch
 
 import lordo
 from common import assert_same_bits, everything, parameters, reloaded, train
-from lordo.trainer.loop import outline, prepare
 from lordo.trainer.phases import changes_at, settings_at
+from lordo.trainer.prepared import outline, prepare
 from lordo.trainer.recipe import load, override
 from test_train import micro_recipe, train_worker
 

@@ -9,8 +9,9 @@ from lordo.accounting import measured_state_bytes
 from lordo.methods import METHODS, find
 from lordo.sync import simulate
 from lordo.trainer.compare import member_config
-from lordo.trainer.loop import outline, prepare, train
+from lordo.trainer.loop import train
 from lordo.trainer.plan import plan, step_seconds
+from lordo.trainer.prepared import outline, prepare
 from lordo.trainer.recipe import load, override
 from lordo.trainer.saving import Keeping
 from lordo.trainer.units import bandwidth

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import lordo
-from lordo.trainer.loop import prepare
+from lordo.trainer.prepared import prepare
 from lordo.trainer.recipe import load, override
 from lordo.trainer.terminal import batch_derivation
 from test_processes import in_processes

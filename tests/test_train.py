@@ -29,13 +29,17 @@ import lordo.trainer.launch
 import lordo.trainer.loop
 from lordo.sync import Comm
 from lordo.trainer.alike import prepare_alike
-from lordo.trainer.config import RunConfig, TrainConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.data import load_blocks
-from lordo.trainer.loop import Observer, Outcome, Prepared, Progress, prepare
+from lordo.trainer.loop import Outcome
 from lordo.trainer.loop import train as train_as_worker
 from lordo.trainer.phases import lr_factor
+from lordo.trainer.prepared import Prepared, prepare
 from lordo.trainer.recipe import load, override
+from lordo.trainer.records import Observer, Progress
 from lordo.trainer.saving import Keeping
+from lordo.trainer.settings import UsageError
+from lordo.trainer.train_config import TrainConfig
 
 NUM_WORKERS, STEPS, SYNC_EVERY, TOKENS_PER_STEP = 4, 50, 4, 4 * 2 * 32
 

@@ -64,10 +64,10 @@ def _train(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         return _usage("lordo train RECIPE|RUN [--resume] [--elastic LIGHTHOUSE] [--SECTION.SETTING VALUE …]", arguments)
     from lordo.sync import DisagreementError, WorkerError
-    from lordo.trainer.config import ConfigError, UsageError
     from lordo.trainer.elastic_launch import run_elastic
     from lordo.trainer.launch import run
     from lordo.trainer.options import load_with_options, run_folder, take_option
+    from lordo.trainer.settings import ConfigError, UsageError
     from lordo.trainer.stopping import Interrupted
     from lordo.trainer.terminal import wide_console
 
@@ -143,7 +143,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
-    from lordo.trainer.config import ConfigError, UsageError
+    from lordo.trainer.settings import ConfigError, UsageError
 
     try:
         return main(arguments)

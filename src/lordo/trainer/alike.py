@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lordo.sync import Comm
-from lordo.trainer.config import RunConfig, UsageError
-from lordo.trainer.loop import Prepared, prepare
+from lordo.trainer.config import RunConfig
+from lordo.trainer.prepared import Prepared, prepare
 from lordo.trainer.recipe import flat
+from lordo.trainer.settings import UsageError
 
 Made = TypeVar("Made")
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from lordo.trainer.config import RunConfig
 from lordo.trainer.corpus import load_corpus, read_header
 from lordo.trainer.data import spread
-from lordo.trainer.loop import Outline, outline, pick_device
 from lordo.trainer.memory import check_memory, gigabytes, need
 from lordo.trainer.mix import Mix
 from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.prepared import Outline, outline, pick_device
 from lordo.trainer.sources import Position, Source, open_sources
 from lordo.trainer.splits import Splits
 from lordo.trainer.terminal import batch_derivation, wide_console

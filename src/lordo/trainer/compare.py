@@ -16,12 +16,15 @@ from typing import Any
 from rich.console import Console
 
 from lordo.methods import Method, find
-from lordo.trainer.config import CompareConfig, ConfigError, DataConfig, MethodConfig, RunConfig, UsageError
+from lordo.trainer.config import CompareConfig, RunConfig
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.folder import RunFolder, load_summary
 from lordo.trainer.launch import run_in_threads
-from lordo.trainer.loop import outline, pick_device, prepare
+from lordo.trainer.method_config import MethodConfig
 from lordo.trainer.options import read_value
+from lordo.trainer.prepared import outline, pick_device, prepare
 from lordo.trainer.recipe import load, override
+from lordo.trainer.settings import ConfigError, UsageError
 from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
 from lordo.trainer.text import load_text

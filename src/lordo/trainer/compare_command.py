@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lordo.trainer.compare import check, compare
-from lordo.trainer.config import CompareConfig, UsageError
+from lordo.trainer.config import CompareConfig
 from lordo.trainer.figures import draw
 from lordo.trainer.launch import under_torchrun
 from lordo.trainer.options import Parser, load_with_options
 from lordo.trainer.page import print_table, write_page, write_results
 from lordo.trainer.recipe import override
+from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import wide_console
 
 

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from lordo.suggest import listed, nearest
-from lordo.trainer.config import RunConfig, Settings
+from lordo.trainer.config import RunConfig
+from lordo.trainer.settings import Settings
 from lordo.trainer.toml import toml_value
 
 Place = tuple[str | int, ...]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lordo.trainer.config import DataConfig
 from lordo.trainer.data import spread
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.sources import Position, source_name
 from lordo.trainer.splits import Part, Splits
 from lordo.trainer.tokenizer import Encoder, Tokens

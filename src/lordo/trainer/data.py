@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lordo.trainer.config import DataConfig
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.splits import Part, Splits
 
 VOCABULARY = 256

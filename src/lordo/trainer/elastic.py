@@ -29,9 +29,9 @@ from torchft.process_group import ProcessGroupGloo
 from lordo.sync import Group, WorkerError
 from lordo.sync.comm import Comm
 from lordo.trainer.checkpoint import Part, Snapshot
-from lordo.trainer.config import UsageError
 from lordo.trainer.handover import Handover
 from lordo.trainer.resume import Place
+from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import report
 
 # Waiting for the others in a meeting, and in one exchange, unless the settings say otherwise.

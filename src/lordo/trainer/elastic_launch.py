@@ -13,11 +13,12 @@ from lordo.methods import averages_plainly
 from lordo.sync import WorkerError
 from lordo.sync.schedule import PERIODS, period
 from lordo.trainer.checkpoint import checkpoints, clear
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.going_on import folder_to_resume, usable
 from lordo.trainer.launch import checked, how_to_go_on, under_torchrun
-from lordo.trainer.loop import Outline, build, outline, pick_device, prepare
+from lordo.trainer.prepared import Outline, build, outline, pick_device, prepare
 from lordo.trainer.saving import Keeping
+from lordo.trainer.settings import UsageError
 from lordo.trainer.stopping import Interrupted, StopPoint
 from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary, report

@@ -26,7 +26,8 @@ from lordo.trainer.checkpoint import Part, Snapshot, checkpoints, complete
 from lordo.trainer.config import RunConfig
 from lordo.trainer.elastic import Elastic
 from lordo.trainer.folder import RunFolder
-from lordo.trainer.loop import Loop, Observer, Outcome, Progress
+from lordo.trainer.loop import Loop, Outcome
+from lordo.trainer.records import Observer, Progress
 from lordo.trainer.resume import Place, restore, snapshot
 from lordo.trainer.saving import Saver
 from lordo.trainer.stopping import StopPoint, signals_stop

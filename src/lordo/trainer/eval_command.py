@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lordo.trainer.config import UsageError
 from lordo.trainer.data import spread
 from lordo.trainer.finished import FinishedRun, open_run
 from lordo.trainer.folder import finite_or_none
-from lordo.trainer.loop import pick_device
 from lordo.trainer.options import Parser
+from lordo.trainer.prepared import pick_device
 from lordo.trainer.score import Score, block_windows, sliding_windows, summed_nats, token_bytes
+from lordo.trainer.settings import UsageError
 from lordo.trainer.tasks import TaskScore, score_tasks
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 from lordo.trainer.text import load_text

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lordo.trainer.config import UsageError
 from lordo.trainer.finished import FinishedRun, open_run
 from lordo.trainer.folder import no_progress_bars
 from lordo.trainer.options import Parser
+from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import human_bytes
 
 

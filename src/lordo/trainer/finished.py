@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lordo.suggest import nearest
 from lordo.trainer.byte_tokenizer import byte_tokenizer
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import no_progress_bars
 from lordo.trainer.recipe import load
+from lordo.trainer.settings import UsageError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from lordo.trainer.config import RunConfig
 from lordo.trainer.corpus import corpus_tokenizer
-from lordo.trainer.loop import Progress
 from lordo.trainer.recipe import dump
+from lordo.trainer.records import Progress
 from lordo.trainer.summary import Summary
 from lordo.trainer.terminal import print_summary, wide_console
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
-from lordo.trainer.config import UsageError
 from lordo.trainer.finished import FinishedRun, open_run
-from lordo.trainer.loop import pick_device
 from lordo.trainer.options import Parser
+from lordo.trainer.prepared import pick_device
+from lordo.trainer.settings import UsageError
 
 
 def main(arguments: list[str]) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from lordo.sync import Comm
 from lordo.trainer.checkpoint import DamagedError, checkpoints, complete, parts, steps
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.recipe import flat, load
+from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import report
 
 # What may change while a run goes on: it decides how long and on what a run trains, and what is told; not what is learnt at a step.

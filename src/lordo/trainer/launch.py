@@ -21,12 +21,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from lordo.sync import Comm, Group, WorkerError, simulate
 from lordo.trainer.alike import on_first, prepare_alike
 from lordo.trainer.checkpoint import checkpoints, clear, complete
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.going_on import folder_to_resume, is_restart, usable, usable_by_all
-from lordo.trainer.loop import Outcome, Prepared, pick_device, prepare, train
+from lordo.trainer.loop import Outcome, train
 from lordo.trainer.models import drops_out
+from lordo.trainer.prepared import Prepared, pick_device, prepare
 from lordo.trainer.saving import Keeping
+from lordo.trainer.settings import UsageError
 from lordo.trainer.stopping import Interrupted, StopPoint, signals_stop
 from lordo.trainer.summary import Summary, summarize
 from lordo.trainer.terminal import print_prepared, print_summary, report

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lordo.suggest import listed, unknown
-from lordo.trainer.config import ModelConfig, Preset
+from lordo.trainer.model_config import ModelConfig, Preset
 
 _ONE_AT_A_TIME = threading.Lock()  # all threads share torch's generator
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lordo.trainer.config import ConfigError, RunConfig, Settings
+from lordo.trainer.config import RunConfig
 from lordo.trainer.recipe import load
+from lordo.trainer.settings import ConfigError, Settings
 
 
 class Parser(argparse.ArgumentParser):

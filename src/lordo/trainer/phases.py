@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lordo.trainer.config import RunConfig, TrainConfig
+from lordo.trainer.config import RunConfig
+from lordo.trainer.train_config import TrainConfig
 
 
 def settings_at(step: int, config: RunConfig) -> dict[str, Any]:

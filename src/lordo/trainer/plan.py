@@ -12,10 +12,11 @@ from lordo.accounting import Weight, adamw_state_bytes, inside_step_bytes, on_de
 from lordo.methods import METHODS, Method, find
 from lordo.optim.options import check_whole
 from lordo.trainer.compare import member_config
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.link import BreakEven, Load, break_even, load_of
-from lordo.trainer.loop import outline
 from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.prepared import outline
+from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 from lordo.trainer.units import bandwidth
 

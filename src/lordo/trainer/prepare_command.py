@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lordo.trainer.config import DataConfig, RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.corpus import Record
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.folder import no_progress_bars
-from lordo.trainer.loop import outline
 from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.prepared import outline
+from lordo.trainer.settings import UsageError
 from lordo.trainer.sources import Source, open_sources
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 from lordo.trainer.tokenize import Estimate, budgets, check_room, estimate, fill, sample_texts

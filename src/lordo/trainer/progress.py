@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import RunFolder
-from lordo.trainer.loop import Progress
+from lordo.trainer.records import Progress
 from lordo.trainer.terminal import human_bytes
 
 

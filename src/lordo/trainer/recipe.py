@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from lordo.suggest import listed, nearest
 from lordo.trainer.complaints import complaint
-from lordo.trainer.config import ConfigError, RunConfig
+from lordo.trainer.config import RunConfig
+from lordo.trainer.settings import ConfigError
 from lordo.trainer.toml import toml_table
 
 

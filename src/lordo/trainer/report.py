@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lordo.trainer.config import RunConfig, UsageError
+from lordo.trainer.config import RunConfig
 from lordo.trainer.finished import run_config
 from lordo.trainer.folder import load_summary
 from lordo.trainer.html_parts import page, pictures
@@ -16,6 +16,7 @@ from lordo.trainer.html_parts import table as html_table
 from lordo.trainer.options import Parser
 from lordo.trainer.recipe import dumps
 from lordo.trainer.report_figures import curve, draw_runs
+from lordo.trainer.settings import UsageError
 from lordo.trainer.summary import Summary
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
 

@@ -13,8 +13,8 @@ import datasets
 import pyarrow.parquet
 
 from lordo.suggest import listed
-from lordo.trainer.config import MixConfig
 from lordo.trainer.data import SUFFIXES, TextFile, check_is_text, stable_hash, walk
+from lordo.trainer.data_config import MixConfig
 
 Kind = Literal["text", "json", "parquet", "hub"]
 KINDS: dict[Kind, tuple[str, ...]] = {

@@ -19,7 +19,8 @@ from lordo.accounting import Weight, adamw_state_bytes, measured_state_bytes, on
 from lordo.methods import METHODS, Method
 from lordo.sync import Comm
 from lordo.trainer.eras import Era, bytes_sent
-from lordo.trainer.loop import Outcome, Prepared
+from lordo.trainer.loop import Outcome
+from lordo.trainer.prepared import Prepared
 
 SHARED_WORK = ("basis refresh", "encoding", "communication", "evaluation")  # what is timed beside compute
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lordo.accounting import state_bytes
 from lordo.trainer.config import RunConfig
-from lordo.trainer.loop import Prepared, pick_device
+from lordo.trainer.prepared import Prepared, pick_device
 from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
 

@@ -1,8 +1,8 @@
 """The text of a run, whichever way its settings name it."""
 
-from lordo.trainer.config import DataConfig
 from lordo.trainer.corpus import load_corpus
 from lordo.trainer.data import load_blocks
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.splits import Splits
 
 

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
-from lordo.trainer.config import DataConfig
 from lordo.trainer.corpus import Record, SourceFolder, read_record, start_corpus
 from lordo.trainer.data import stable_hash
+from lordo.trainer.data_config import DataConfig
 from lordo.trainer.sources import Position, Source
 from lordo.trainer.terminal import human_bytes
 from lordo.trainer.tokenizer import Encoder

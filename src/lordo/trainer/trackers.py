@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import RunFolder
-from lordo.trainer.loop import Observer, Progress
 from lordo.trainer.progress import ProgressLine
+from lordo.trainer.records import Observer, Progress
 
 
 class Observers:
