@@ -1,5 +1,6 @@
 """What the benchmarks share: fair timing, the machine's own rates, its name, and where results are kept."""
 
+import argparse
 import json
 import platform
 import re
@@ -22,6 +23,20 @@ VOCABULARY = 49152
 
 # layers, width, MLP of the paper's models
 PRESETS = {"16m": (4, 256, 768), "125m": (12, 768, 2048), "720m": (12, 2048, 5632)}
+
+
+def options_of(description: str, *, layers: int | None, repeats: int, repeated: str) -> argparse.ArgumentParser:
+    """The options that benchmarks on the shapes of a model have in common.
+
+    Args:
+        description: the benchmark's docstring. layers: by default, None for all. repeats: how often by default. repeated: what is.
+    """
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="125m", help="whose shapes (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=layers, help=f"layers of it (default: {layers or 'all'})")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"timed {repeated} (default: %(default)s)")
+    parser.add_argument("--save", action="store_true", help="write the result into benchmarks/results/")
+    return parser
 
 
 def matrices_of(preset: str, layers: int | None = None) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import PRESETS, about, interleaved, matrices_of, median, save
+from measure import PRESETS, about, interleaved, matrices_of, median, options_of, save
 
 import lordo
 from lordo.lowrank import canonical, leading_subspace
@@ -54,14 +54,10 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="125m", help="whose shapes (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="layers of it (default: all)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps of each contestant (default: %(default)s)")
+    parser = options_of(__doc__, layers=None, repeats=9, repeated="steps of each contestant")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--round", action="store_true", help="hold the refresh against a round of steps of a model")
-    parser.add_argument("--save", action="store_true", help="write the result into benchmarks/results/")
     return parser.parse_args()
 
 

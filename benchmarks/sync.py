@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import PRESETS, about, matrices_of, save
+from measure import about, matrices_of, options_of, save
 
 import lordo
 
@@ -36,12 +36,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="125m", help="whose shapes (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="layers of it (default: %(default)s)")
+    parser = options_of(__doc__, layers=2, repeats=7, repeated="synchronisations")
     parser.add_argument("--workers", type=int, default=4, help="processes (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed synchronisations (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write the result into benchmarks/results/")
     return parser.parse_args()
 
 

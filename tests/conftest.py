@@ -1,7 +1,12 @@
-"""What every test starts from: one torch thread; and a fixture that watches torch's global generator."""
+"""What every test starts from: one torch thread, examples that do not depend on chance or the clock; and a watch on torch's generator."""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# on a busy machine an example may take any time (hypothesis allows 200 ms), and every run must see the same ones
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -78,11 +78,11 @@ def test_the_need_is_that_of_the_real_tensors(recipe):
     shapes = outline(config)
     model, _, optimizer = build(config, shapes.method, Solo(), "cpu")
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    needed = need(shapes.method, shapes.weights, shapes.settings, config)
+    needed = need(shapes.method, shapes.weights, shapes.settings, config, torch.device("cpu"))
     assert (needed.weights, needed.gradients) == (size, size)
     assert needed.state == measured_state_bytes(optimizer).total()
     assert needed.logits == 2 * 4 * 2 * 32 * 256  # float32 and its gradient, 2 sequences of 32 tokens, 256 tokens to choose from
-    halved = need(shapes.method, shapes.weights, shapes.settings, override(config, {"batch.accumulate": 2}))
+    halved = need(shapes.method, shapes.weights, shapes.settings, override(config, {"batch.accumulate": 2}), torch.device("cpu"))
     assert halved.logits == needed.logits // 2
 
 
@@ -107,4 +107,14 @@ def test_processes_compute_at_once_and_workers_of_one_process_may_take_turns(rec
 
 def _parts(config):
     shapes = outline(config)
-    return shapes.method, shapes.weights, shapes.settings, config
+    return shapes.method, shapes.weights, shapes.settings, config, torch.device("cpu")
+
+
+def test_an_anchor_in_host_memory_takes_none_of_the_device(recipe):
+    config = override(load(recipe), {"method.anchor_device": "cpu"})
+    method, weights, settings, _, _ = _parts(config)
+    here, there = (need(method, weights, settings, config, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert there.host == sum(w.numel * 4 for w in weights if w.is_lowrank) > 0
+    assert here.host == 0
+    assert here.state == there.state + there.host
+    assert "in host memory besides" in str(there)

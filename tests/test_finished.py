@@ -224,7 +224,14 @@ def test_other_bad_arguments(run, tmp_path, capsys):
         assert "no config.toml" in refused(capsys, name, tmp_path, *rest)
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run.folder, unfinished, ignore=shutil.ignore_patterns("model"))
-    assert "not finished" in refused(capsys, "export", unfinished, tmp_path / "out")
+    assert "belongs to a comparison" in refused(capsys, "export", unfinished, tmp_path / "out")
+    (unfinished / "summary.json").unlink()
+    assert "not finished and has no checkpoint yet" in refused(capsys, "eval", unfinished)
+    for worker in range(2):
+        part = unfinished / "checkpoints" / "step-00000007" / f"worker-{worker}"
+        part.mkdir(parents=True)
+        (part / "facts.json").write_text('{"workers": 2}')
+    assert "step 7 of" in refused(capsys, "generate", unfinished, "x")
     shutil.copytree(run.folder / "model", unfinished / "model")
     (unfinished / "model" / "model.safetensors").write_bytes(b"half")
     assert "cannot be opened" in refused(capsys, "eval", unfinished)

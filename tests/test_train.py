@@ -132,7 +132,8 @@ def train(recipe: Path, *options: str) -> Run:
     """`lordo train` in this process; the run must succeed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert lordo.cli.main(["train", str(recipe), *options]) == 0
+        code = lordo.cli.main(["train", str(recipe), *options])
+    assert code == 0, printed.getvalue()
     folder = Path(printed.getvalue().strip().splitlines()[-1].removeprefix("everything is in ").removesuffix("/"))
     return Run(recipe, folder, printed.getvalue())
 

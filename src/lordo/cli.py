@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from lordo.suggest import unknown
@@ -94,61 +95,19 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
-def _check(arguments: list[str]) -> int:
-    from lordo.trainer.check_command import main
+def _trainer_command(module: str) -> Callable[[list[str]], int]:
+    """A command that is a module of the trainer, loaded when it is called."""
 
-    return _guarded(main, arguments)
+    def run(arguments: list[str]) -> int:
+        from lordo.trainer.settings import ConfigError, UsageError
 
+        try:
+            code: int = import_module(f"lordo.trainer.{module}").main(arguments)
+        except (ConfigError, UsageError) as error:
+            return _refuse(str(error))
+        return code
 
-def _prepare(arguments: list[str]) -> int:
-    from lordo.trainer.prepare_command import main
-
-    return _guarded(main, arguments)
-
-
-def _compare(arguments: list[str]) -> int:
-    from lordo.trainer.compare_command import main
-
-    return _guarded(main, arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    from lordo.trainer.plan import main
-
-    return _guarded(main, arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from lordo.trainer.report import main
-
-    return _guarded(main, arguments)
-
-
-def _eval(arguments: list[str]) -> int:
-    from lordo.trainer.eval_command import main
-
-    return _guarded(main, arguments)
-
-
-def _generate(arguments: list[str]) -> int:
-    from lordo.trainer.generate import main
-
-    return _guarded(main, arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    from lordo.trainer.export import main
-
-    return _guarded(main, arguments)
-
-
-def _guarded(main: Callable[[list[str]], int], arguments: list[str]) -> int:
-    from lordo.trainer.settings import ConfigError, UsageError
-
-    try:
-        return main(arguments)
-    except (ConfigError, UsageError) as error:
-        return _refuse(str(error))
+    return run
 
 
 def _methods(arguments: list[str]) -> int:
@@ -191,14 +150,14 @@ def _refuse(sentence: str) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "check": _check,
-    "prepare": _prepare,
-    "compare": _compare,
-    "plan": _plan,
-    "report": _report,
-    "eval": _eval,
-    "generate": _generate,
-    "export": _export,
+    "check": _trainer_command("check_command"),
+    "prepare": _trainer_command("prepare_command"),
+    "compare": _trainer_command("compare_command"),
+    "plan": _trainer_command("plan"),
+    "report": _trainer_command("report"),
+    "eval": _trainer_command("eval_command"),
+    "generate": _trainer_command("generate"),
+    "export": _trainer_command("export"),
     "methods": _methods,
     "version": _version,
 }

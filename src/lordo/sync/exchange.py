@@ -25,7 +25,7 @@ from lordo.shards import cut_side, is_tall, local
 from lordo.sync.comm import Comm
 from lordo.sync.compressed import CompressedMean, Part
 from lordo.sync.formats import find_format, format_names
-from lordo.sync.rules import Member, PseudoGradient, Synchronised, SyncReport, is_rounded
+from lordo.sync.rules import Member, PseudoGradient, Synchronised, SyncReport, is_low_precision
 from lordo.sync.schedule import is_due, last_due
 from lordo.sync.shares import LeftOut, heal_
 from lordo.sync.split import coordinates, lift_exactly, rest_is_zero
@@ -226,7 +226,7 @@ class Exchange:
             p = member[1]
             if self.split and comm.size > 1 and "basis" in optimizer.state[p]:
                 split.append(_SplitChange(self, optimizer, comm, member, landing))
-            elif self._format("parameters", comm) == "float32" and not is_rounded(p):
+            elif self._format("parameters", comm) == "float32" and not is_low_precision(p):
                 whole.append(_Values(self, optimizer, comm, member, landing).part())
             else:
                 whole.append(_Change(self, optimizer, comm, member, landing).part())
@@ -313,7 +313,7 @@ class _Change(_Values):
         change = mean.view_as(self.p)
         if self.landing.overlapped:
             self.leave_behind(change)
-        elif is_rounded(self.p):
+        elif is_low_precision(self.p):
             self.landing.moved[self.key] = change
         else:
             self.p.copy_(self.anchor + change)

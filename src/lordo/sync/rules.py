@@ -149,7 +149,7 @@ class Average(Stateless):
                 if tensor is None or not is_due(settings, what, step):
                     continue
                 counted += [member] if what == "exp_avg" else []
-                if what == "parameters" and is_rounded(p):
+                if what == "parameters" and is_low_precision(p):
                     tensor = optimizer.state[p]["moved"] = _moved(tensor, optimizer.state[p]["anchor"])
                 if what == "error":
                     tensor = optimizer.take_error(p)
@@ -179,7 +179,7 @@ def _step_counts(optimizer: Synchronised, members: Sequence[Member]) -> Tensor:
     return torch.tensor([float(optimizer.state[p]["step"]) for _, p, _ in members], dtype=torch.float32, device=device)
 
 
-def is_rounded(p: Tensor) -> bool:
+def is_low_precision(p: Tensor) -> bool:
     """Whether a parameter is of lower precision than its averages (bfloat16, float16)."""
     return p.dtype != wire_dtype(p.dtype)
 
@@ -218,7 +218,7 @@ class PseudoGradient:
 
     def new_state(self, p: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """The anchor, where Δ is needed or the weight itself too coarse, in float32 or better; the outer momentum."""
-        if not (self.outer or self.anchored or (self.refresh and "basis" in state) or is_rounded(p)):
+        if not (self.outer or self.anchored or (self.refresh and "basis" in state) or is_low_precision(p)):
             return {}
         device = p.device if self.anchor_device == "same" or p.is_meta else torch.device("cpu")
         pinned = p.is_cuda and device.type == "cpu"  # page-locked: copies from and to a GPU run at full speed
@@ -234,7 +234,7 @@ class PseudoGradient:
             for name, p, settings in optimizer.named_members()
             if "anchor" in optimizer.state[p] and is_due(settings, "parameters", step)
         ]
-        moved = {p: optimizer.state[p].pop("moved") for _, p, _ in members if is_rounded(p)}
+        moved = {p: optimizer.state[p].pop("moved") for _, p, _ in members if is_low_precision(p)}
         self.follow(optimizer, comm, members, moved, step)
 
     def follow(

@@ -13,7 +13,7 @@ from lordo.trainer.corpus import load_corpus, read_header
 from lordo.trainer.data import spread
 from lordo.trainer.memory import check_memory, gigabytes, need
 from lordo.trainer.mix import Mix
-from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.options import RecipeParser
 from lordo.trainer.prepared import Outline, outline, pick_device
 from lordo.trainer.sources import Position, Source, open_sources
 from lordo.trainer.splits import Splits
@@ -28,14 +28,13 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigError: the recipe itself cannot be read.
     """
-    recipe, _, rest = parser().split(arguments)
-    config = load_with_options(recipe, rest, command="lordo check")
+    config, _ = parser().read(arguments)
     console = wide_console()
     findings = list(dict.fromkeys(findings_of(config, console)))
     for finding in findings:
         print(f"lordo: {finding}", file=sys.stderr)
     if not findings:
-        console.print(f"{recipe}: nothing found that would stop it", highlight=False)
+        console.print(f"{arguments[0]}: nothing found that would stop it", highlight=False)
     return 2 if findings else 0
 
 
@@ -57,10 +56,11 @@ def findings_of(config: RunConfig, console: Console) -> Iterator[str]:
 def _model(config: RunConfig, console: Console) -> None:
     """Model, method and memory."""
     shapes: Outline = outline(config)
-    needed = need(shapes.method, shapes.weights, shapes.settings, config)
+    device = pick_device(config.train.device)
+    needed = need(shapes.method, shapes.weights, shapes.settings, config, device)
     console.print(f"{shapes.method.name}, {sum(w.numel for w in shapes.weights):,} parameters, {batch_derivation(config)}", highlight=False)
     console.print(f"memory of a worker: {gigabytes(needed.total)} at least ({needed})", highlight=False)
-    check_memory(needed, config, pick_device(config.train.device))
+    check_memory(needed, config, device)
 
 
 def _text(config: RunConfig, console: Console) -> None:
@@ -94,11 +94,9 @@ def _serves(config: RunConfig, splits: Splits, console: Console) -> None:
     console.print(f"text: {blocks:,} blocks to train on, {len(splits.validation):,} to validate on", highlight=False)
 
 
-def parser() -> Parser:
+def parser() -> RecipeParser:
     """Every option of `check` is a setting of the recipe."""
-    return Parser(
-        prog="lordo check",
-        usage="lordo check RECIPE [--SECTION.SETTING VALUE …]",
-        allow_abbrev=False,
-        description="Find what would stop a run, without running it: settings, model, memory, sources, tokenizer, corpus.",
+    return RecipeParser(
+        "lordo check",
+        "Find what would stop a run, without running it: settings, model, memory, sources, tokenizer, corpus.",
     )

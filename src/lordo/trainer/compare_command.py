@@ -10,7 +10,7 @@ from lordo.trainer.compare import check, compare
 from lordo.trainer.config import CompareConfig
 from lordo.trainer.figures import draw
 from lordo.trainer.launch import under_torchrun
-from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.options import RecipeParser
 from lordo.trainer.page import print_table, write_page, write_results
 from lordo.trainer.recipe import override
 from lordo.trainer.settings import UsageError
@@ -23,8 +23,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError, ConfigError: what was asked for cannot work.
     """
-    recipe, asked, rest = parser().split(arguments)
-    config = load_with_options(recipe, rest, command="lordo compare")
+    config, asked = parser().read(arguments)
     if under_torchrun():
         raise UsageError("lordo compare trains all workers in one process: start it without torchrun")
     settings = given(asked)
@@ -47,14 +46,12 @@ def main(arguments: list[str]) -> int:
     return 1 if any(row.failures for row in rows) else 0
 
 
-def parser() -> Parser:
+def parser() -> RecipeParser:
     """The options of `compare`; every other one is a setting of the recipe."""
     defaults = CompareConfig.model_fields
-    p = Parser(
-        prog="lordo compare",
-        usage="lordo compare RECIPE [options] [--SECTION.SETTING VALUE …]",
-        allow_abbrev=False,
-        description="Train several methods from the same weights on the same text. Any setting of the recipe may be given too "
+    p = RecipeParser(
+        "lordo compare",
+        "Train several methods from the same weights on the same text. Any setting of the recipe may be given too "
         "(--train.steps 100); finished members are kept, so an interrupted comparison continues where it was.",
     )
     p.add_argument("--name", help="folder of the comparison under the recipe's output folder (default: NAME-compare)")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lordo.suggest import nearest
 from lordo.trainer.byte_tokenizer import byte_tokenizer
+from lordo.trainer.checkpoint import checkpoints, complete
 from lordo.trainer.config import RunConfig
 from lordo.trainer.folder import no_progress_bars
 from lordo.trainer.recipe import load
@@ -40,7 +41,7 @@ def open_run(folder: str, device: str | torch.device = "cpu") -> FinishedRun:
     path = Path(folder)
     config = run_config(path)
     if not (path / "model").is_dir():
-        raise UsageError(f"{path} holds no model: the run is not finished, or its model was not kept (lordo compare keeps none)")
+        raise UsageError(_without_model(path, config))
     try:
         with no_progress_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path / "model", local_files_only=True)
@@ -49,6 +50,17 @@ def open_run(folder: str, device: str | torch.device = "cpu") -> FinishedRun:
         raise UsageError(f"{path / 'model'} cannot be opened: {' '.join(str(error).split())}") from error
     model.eval()
     return FinishedRun(path, config, model.to(device), own)  # type: ignore[arg-type]
+
+
+def _without_model(path: Path, config: RunConfig) -> str:
+    """Why a run's folder holds no model, and what to do."""
+    if (path / "summary.json").exists():
+        return f"{path} keeps no model, since it belongs to a comparison: train one with lordo train {path / 'config.toml'}"
+    kept = complete(checkpoints(path))
+    if kept:
+        reached = f"its last checkpoint is that of step {kept[-1]} of {config.train.steps}"
+        return f"{path} is not finished, {reached}: go on with lordo train {path} --resume"
+    return f"{path} is not finished and has no checkpoint yet: wait for its end, or begin again with lordo train {path / 'config.toml'}"
 
 
 def run_config(path: Path) -> RunConfig:

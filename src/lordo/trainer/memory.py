@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lordo.accounting import Weight, state_bytes
+from lordo.accounting import Weight, on_device, state_bytes
 from lordo.methods import Method
 from lordo.trainer.config import RunConfig
 
@@ -23,21 +23,24 @@ class Need:
     """Bytes one worker needs at the least.
 
     weights, gradients, state: what is there all the time. logits: of one part of the batch; the layers' activations come on top.
+    host: beside these, in the memory of the machine whose GPU trains.
     """
 
     weights: int
     gradients: int
     state: int
     logits: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Of one worker."""
+        """Of one worker, on the device that trains."""
         return self.weights + self.gradients + self.state + self.logits
 
     def __str__(self) -> str:
         """As part of a sentence."""
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.state, "logits": self.logits}
+        parts |= {"in host memory besides": self.host} if self.host else {}
         return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
 
 
@@ -46,12 +49,14 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], config: RunConfig) -> Need:
-    """What one worker of a run needs."""
+def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], config: RunConfig, device: torch.device) -> Need:
+    """What one worker of a run needs on a device."""
     size = sum(weight.numel * weight.dtype.itemsize for weight in weights)
     vocabulary = max((max(weight.shape) for weight in weights if len(weight.shape) == 2), default=1)  # the embedding is the longest matrix
     tokens = config.sequences_per_worker // config.batch.accumulate * config.data.sequence_length
-    return Need(size, size, state_bytes(method, weights, settings).total(), LOGITS_COPIES * 4 * tokens * vocabulary)
+    held = state_bytes(method, weights, settings, device=device.type)
+    state = on_device(held)
+    return Need(size, size, state, LOGITS_COPIES * 4 * tokens * vocabulary, host=held.total() - state)
 
 
 def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:

@@ -14,18 +14,32 @@ from lordo.trainer.settings import ConfigError, Settings
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a command itself, beside the settings of the recipe, which it hands on; the recipe is the first argument."""
+    """Options of a command; a mistake in them is told in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         """One sentence, as for every other mistake."""
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help tells more")
 
-    def split(self, arguments: Sequence[str]) -> tuple[str, argparse.Namespace, list[str]]:
-        """The recipe, the command's own options, and the settings of the recipe (which argparse must not take for a recipe)."""
+
+class RecipeParser(Parser):
+    """Options of a command whose first argument is a recipe; every option that is not its own is a setting of the recipe."""
+
+    def __init__(self, command: str, description: str) -> None:
+        """Without options of its own so far."""
+        usage = f"{command} RECIPE [options] [--SECTION.SETTING VALUE …]"
+        super().__init__(prog=command, usage=usage, allow_abbrev=False, description=description)
+
+    def read(self, arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+        """The recipe with what its settings were changed to, and the command's own options.
+
+        Raises:
+            ConfigError: the recipe or an option cannot be used.
+        """
         if not arguments or arguments[0].startswith("-"):
             self.parse_args(arguments)  # --help
             self.error("the recipe is missing: it comes first")
-        return arguments[0], *self.parse_known_args(arguments[1:])
+        asked, settings = self.parse_known_args(arguments[1:])  # argparse must not take a setting's value for the recipe
+        return load_with_options(arguments[0], settings, command=self.prog), asked
 
 
 def run_folder(path: str, *, resume: bool) -> Path | None:

@@ -14,7 +14,7 @@ from lordo.optim.options import check_whole
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig
 from lordo.trainer.link import BreakEven, Load, break_even, load_of
-from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.options import RecipeParser
 from lordo.trainer.prepared import outline
 from lordo.trainer.settings import UsageError
 from lordo.trainer.terminal import human_bytes, plain_table, wide_console
@@ -116,8 +116,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError, ConfigError: what was asked for cannot work.
     """
-    recipe, asked, rest = parser().split(arguments)
-    config = load_with_options(recipe, rest, command="lordo plan")
+    config, asked = parser().read(arguments)
     try:
         methods = [find(name) for name in (asked.methods.split(",") if asked.methods else METHODS)]
         check_whole("--shards", asked.shards)
@@ -186,13 +185,11 @@ def table(plans: Sequence[Plan], link: str) -> Table:
     return drawn
 
 
-def parser() -> Parser:
+def parser() -> RecipeParser:
     """The options of `plan`; every other one is a setting of the recipe."""
-    p = Parser(
-        prog="lordo plan",
-        usage="lordo plan RECIPE [options] [--SECTION.SETTING VALUE …]",
-        allow_abbrev=False,
-        description="What every method would send, hold and take. Any setting of the recipe may be given too (--workers 8).",
+    p = RecipeParser(
+        "lordo plan",
+        "What every method would send, hold and take. Any setting of the recipe may be given too (--workers 8).",
     )
     p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
     p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")

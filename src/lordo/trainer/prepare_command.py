@@ -13,7 +13,7 @@ from lordo.trainer.config import RunConfig
 from lordo.trainer.corpus import Record
 from lordo.trainer.data_config import DataConfig
 from lordo.trainer.folder import no_progress_bars
-from lordo.trainer.options import Parser, load_with_options
+from lordo.trainer.options import RecipeParser
 from lordo.trainer.prepared import outline
 from lordo.trainer.settings import UsageError
 from lordo.trainer.sources import Source, open_sources
@@ -31,8 +31,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError, ConfigError: what was asked for cannot work.
     """
-    recipe, asked, rest = parser().split(arguments)
-    config = load_with_options(recipe, rest, command="lordo prepare")
+    config, asked = parser().read(arguments)
     console = wide_console()
     try:
         with no_progress_bars():
@@ -154,13 +153,11 @@ class Watch:
             self.console.print(f"{source.name}: {done:,} tokens, {speed:,.0f}/s{left}", highlight=False)
 
 
-def parser() -> Parser:
+def parser() -> RecipeParser:
     """The options of `prepare`; every other one is a setting of the recipe."""
-    p = Parser(
-        prog="lordo prepare",
-        usage="lordo prepare RECIPE [options] [--SECTION.SETTING VALUE …]",
-        allow_abbrev=False,
-        description="Tokenize the [[data.mix]] of a recipe into data.corpus. Interrupted, it goes on where it was.",
+    p = RecipeParser(
+        "lordo prepare",
+        "Tokenize the [[data.mix]] of a recipe into data.corpus. Interrupted, it goes on where it was.",
     )
     p.add_argument("--max-tokens", type=number, metavar="N", help="tokens of all sources together, such as 1e9 (default: everything)")
     p.add_argument("--train-tokenizer", type=int, metavar="N", help="first train a BPE of N tokens on the mixture, into data.tokenizer")

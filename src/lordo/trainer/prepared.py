@@ -54,7 +54,8 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
         ValueError: one sentence saying what cannot work and what to do.
     """
     shapes = outline(config)
-    check_memory(need(shapes.method, shapes.weights, shapes.settings, config), config, pick_device(config.train.device))
+    device = pick_device(config.train.device)
+    check_memory(need(shapes.method, shapes.weights, shapes.settings, config, device), config, device)
     splits = load(config.data, config.seed)
     if config.data.mix:
         outline(config, vocabulary=splits.vocabulary)

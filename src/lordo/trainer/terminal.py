@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lordo.accounting import state_bytes
+from lordo.accounting import on_device, state_bytes
 from lordo.trainer.config import RunConfig
 from lordo.trainer.prepared import Prepared, pick_device
 from lordo.trainer.splits import Splits
@@ -57,7 +57,7 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
     console.print(prepared.groups.table(), highlight=False, soft_wrap=True)
     held = state_bytes(prepared.method, prepared.weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
-    console.print(f"optimizer state per worker: {human_bytes(held.total())} ({parts})\n", highlight=False)
+    console.print(f"optimizer state per worker: {human_bytes(on_device(held))} ({parts})\n", highlight=False)
 
 
 def mix_table(config: RunConfig, splits: Splits) -> Table:
