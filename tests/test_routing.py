@@ -128,7 +128,15 @@ def test_a_model_without_vocabulary_has_no_head():
     assert lowrank_names(groups) == {"0.weight", "2.weight"}
 
 
-@pytest.mark.parametrize(("shape", "kind"), [((), "scalar"), ((5,), "vector"), ((4, 3, 2), "3-D tensor"), ((2, 3, 2, 2), "4-D tensor")])
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((), "scalar"),
+        ((5,), "vector"),
+        ((4, 3, 2), "3-D tensor (such as stacked experts): only a matrix has a basis"),
+        ((2, 3, 2, 2), "4-D tensor"),
+    ],
+)
 def test_only_matrices_are_low_rank(shape, kind):
     groups = param_groups(nn.ParameterList([nn.Parameter(torch.zeros(shape))]), rank=1)
     assert reasons(groups) == {"0": f"full-rank: {kind}"}

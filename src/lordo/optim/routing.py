@@ -109,7 +109,8 @@ def _reason_of_shape(parameter: Tensor, rank: int | None) -> str:
     if not parameter.requires_grad:
         return "frozen"
     if parameter.ndim != 2:
-        kind = {0: "scalar", 1: "vector"}.get(parameter.ndim, f"{parameter.ndim}-D tensor")
+        kinds = {0: "scalar", 1: "vector", 3: "3-D tensor (such as stacked experts): only a matrix has a basis"}
+        kind = kinds.get(parameter.ndim, f"{parameter.ndim}-D tensor")
         return f"full-rank: {kind}"
     if rank is None:
         return "full-rank: rank is None"

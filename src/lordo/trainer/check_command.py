@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lordo.trainer.compiling import check_compiles
 from lordo.trainer.config import RunConfig
 from lordo.trainer.corpus import load_corpus, read_header
 from lordo.trainer.data import spread
@@ -61,6 +62,7 @@ def _model(config: RunConfig, console: Console) -> None:
     console.print(f"{shapes.method.name}, {sum(w.numel for w in shapes.weights):,} parameters, {batch_derivation(config)}", highlight=False)
     console.print(f"memory of a worker: {gigabytes(needed.total)} at least ({needed})", highlight=False)
     check_memory(needed, config, device)
+    check_compiles(config, device)
 
 
 def _text(config: RunConfig, console: Console) -> None:

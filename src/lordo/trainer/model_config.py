@@ -8,6 +8,7 @@ from lordo.trainer.settings import Settings
 
 Scalar = bool | int | float | str | None
 Preset = Literal["16m", "125m", "720m"]
+Compiler = Literal["inductor", "aot_eager", "eager"]
 
 
 class ModelConfig(Settings):
@@ -24,6 +25,9 @@ class ModelConfig(Settings):
 
     attention: Literal["sdpa", "eager"] | None = None
     """How attention is computed; None takes torch's fused kernels (sdpa) where the model has them."""
+
+    compile: Compiler | None = None
+    """torch.compile's backend for the model, "inductor" for speed: its first steps take a minute or more; None does not compile."""
 
     gradient_checkpointing: bool = False
     """Whether each layer's activations are computed again for the gradient, not kept: less memory, a third more time."""

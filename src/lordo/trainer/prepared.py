@@ -15,6 +15,7 @@ from lordo.methods import Method, find
 from lordo.optim import ParamGroups, param_groups
 from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Comm, Solo
+from lordo.trainer.compiling import check_compiles
 from lordo.trainer.config import RunConfig
 from lordo.trainer.data import VOCABULARY, spread
 from lordo.trainer.data_config import DataConfig
@@ -56,6 +57,7 @@ def prepare(config: RunConfig, *, load: Callable[[DataConfig, int], Splits] = lo
     shapes = outline(config)
     device = pick_device(config.train.device)
     check_memory(need(shapes.method, shapes.weights, shapes.settings, config, device), config, device)
+    check_compiles(config, device)
     splits = load(config.data, config.seed)
     if config.data.mix:
         outline(config, vocabulary=splits.vocabulary)
@@ -103,6 +105,8 @@ def build(
     dtype = torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
     built = build_model(config.model, seed=config.seed, pretrained=str(device) != "meta")
     model: PreTrainedModel = built.to(device, dtype)  # type: ignore[arg-type]
+    if config.model.compile is not None and str(device) != "meta":
+        model.compile(backend=config.model.compile)  # in place: names stay as they are; workers of one process share what is compiled
     groups = param_groups(model, rank=settings["rank"])
     optimizer = DistributedOptimizer(groups, method, workers=workers, lr=config.method.lr, **given)
     return model, groups, optimizer
