@@ -129,3 +129,17 @@ def test_other_methods_tell_what_they_have(name, tmp_path):
     assert last["step"] == 8
     assert (last["gradient_share"] is None) == ("rank" not in lordo.METHODS[name].settings)
     assert last["spread"] == 0 if lordo.METHODS[name].averages_gradients else last["spread"] > 0
+
+
+def test_the_weights_are_looked_at_in_rounds_that_are_told_only(monkeypatch):
+    """With K = 1 every step ends a round: a look at all weights after each of them would make a GPU wait."""
+    looks = []
+    sample = Measure._sample
+    monkeypatch.setattr(Measure, "_sample", lambda self: looks.append(self.optimizer.steps_taken) or sample(self))
+    params = parameters(*SHAPES)
+    optimizer = lordo.DistributedOptimizer(params, "ddp-adamw", lr=0.01)
+    measure = Measure(optimizer, lambda step: step == 5)
+    for step in range(1, 9):
+        train(optimizer, params, range(step, step + 1))
+        measure.stepped(step)
+    assert looks == [0, 4, 5]  # at the start; before and after the step that is told

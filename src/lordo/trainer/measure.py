@@ -48,7 +48,8 @@ class Round:
     """What is known of a round that has not ended, so that a run that goes on in the middle of it tells the same of it.
 
     Attributes:
-        start: the sampled weights at its start. moved: what collectives had moved then, per tag. latest: a synchronisation not told yet.
+        start: the sampled weights at its start; none of them where its end is not told.
+        moved: what collectives had moved then, per tag. latest: a synchronisation not told yet.
     """
 
     start: Tensor
@@ -104,6 +105,9 @@ class Measure:
 
     def _begin_round(self) -> None:
         self._start = self._sample()
+        self._count_from_here()
+
+    def _count_from_here(self) -> None:
         self._moved = Counter(self.optimizer.workers.moved)
         self._seconds = {kind: self._seconds_of(kind) for kind in TIMED}
         self._began = time.perf_counter()
@@ -115,8 +119,8 @@ class Measure:
     def _sample(self) -> Tensor:
         """The sampled weights, (about SAMPLED_WEIGHTS,) float32 on the CPU."""
         return torch.cat(
-            [p.detach().view(-1)[places.to(p.device)].float().cpu() for p, places in zip(self._members, self._places, strict=True)]
-        )
+            [p.detach().view(-1)[places.to(p.device)].float() for p, places in zip(self._members, self._places, strict=True)]
+        ).cpu()
 
     def _is_due(self, step: int) -> bool:
         """Whether this step synchronises, and is the last to do so before the next line of the log."""
@@ -145,8 +149,11 @@ class Measure:
             notes: list[_Note] = self.optimizer.workers.gather(self._note)
             self._note = None
             self.latest = self._measures(step, notes)
-        if step % self.optimizer.round_steps == 0:
-            self._begin_round()
+        every = self.optimizer.round_steps
+        if step % every == 0:
+            # only what will be told is worth a look at the weights, for which a GPU must wait
+            self._start = self._sample() if self._is_due(step + every) else torch.empty(0)
+            self._count_from_here()
 
     def _measures(self, step: int, notes: list[_Note]) -> SyncMeasures:
         workers = self.optimizer.workers
@@ -179,7 +186,9 @@ def _places(number: int, numel: int, total: int) -> Tensor:
 
 
 def _spread(weights: list[Tensor], start: Tensor) -> float | None:
-    """See `SyncMeasures.spread`; None for a worker alone, or where nothing moved."""
+    """See `SyncMeasures.spread`; None for a worker alone, where nothing moved, or where the start is not known."""
+    if not start.numel():
+        return None
     stacked = torch.stack(weights).double()
     center = stacked.mean(dim=0)
     moved = float((center - start.double()).norm())
