@@ -184,7 +184,7 @@ def test_the_same_bits_in_any_process(tmp_path):
     novels(tmp_path)
     here = load_blocks(config(tmp_path), seed=3)
     code = (
-        "import sys, hashlib; from lordo.trainer.config import DataConfig; "
+        "import sys, hashlib; from lordo.trainer.data_config import DataConfig; "
         "from lordo.trainer.data import load_blocks; from lordo.trainer.shard import Shard; "
         "s = load_blocks(DataConfig(source=[sys.argv[1]], sequence_length=8), 3); "
         "train = s.train[0].blocks; batch = Shard(train, 1, 3, 7).batch(5, 40); "
