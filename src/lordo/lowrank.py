@@ -142,8 +142,8 @@ def subspace_basis(
     scale = peak(matrix)  # divided out, or tiny entries would vanish when squared
     block = _orthonormal(torch.cat([basis, _fresh_columns(basis, min(fresh, m - rank), seed)], dim=1))
     for _ in range(iterations):
-        block = _orthonormal(matrix @ ((matrix.mT @ block) / scale) / scale)
-    small = (block.mT @ matrix) / scale
+        block = _orthonormal((matrix @ (matrix.mT @ block).div_(scale)).div_(scale))
+    small = (block.mT @ matrix).div_(scale)
     directions: Tensor = torch.linalg.eigh(small @ small.mT)[1]  # ascending
     return block @ directions[:, -rank:].flip(-1)
 
