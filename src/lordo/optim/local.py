@@ -127,7 +127,10 @@ class LowRankAdam(torch.optim.Optimizer):
         return canonical_state(self.state[p], tall=p.ndim == 2 and is_tall(p))
 
     def error_of(self, p: Tensor) -> Tensor:
-        """E of a low-rank weight, in its own shape: what projection dropped so far. A copy; `state[p]["error"]` may hold another form."""
+        """E of a low-rank weight, in its own shape: what projection dropped so far. A copy; `state[p]["error"]` may hold another form.
+
+        Of a weight that is shared among devices: this device's part of it.
+        """
         return self._in_own_shape(error_of(self.canonical_state(p), canonical_part(p.detach(), p)), p)
 
     def take_error(self, p: Tensor) -> Tensor:
@@ -240,7 +243,11 @@ class LowRankAdam(torch.optim.Optimizer):
             ValueError, TypeError: a gradient of a parameter that was frozen at first; a sparse one, or one laid out in another way.
         """
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p not in self.state):
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was built: add it by add_param_group")
+            flat = " (ZeRO puts flattened parameters in its place: use fully_shard instead)" if p.ndim == 1 else ""
+            shape = tuple(p.shape)
+            raise ValueError(
+                f"a parameter of shape {shape} was not there or frozen when the optimizer was built: add it by add_param_group{flat}"
+            )
         for name, p, _ in self._members():
             if p.grad is not None and layout_of(p.grad) != layout_of(p):
                 raise TypeError(

@@ -215,16 +215,6 @@ class Comm(ABC):
             A function that waits for all messages to this worker and returns them, the j-th from worker j.
         """
 
-    def route_(self, out: Tensor, tensor: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Send each member its own piece of a flat tensor, and take in one from each: the pieces fill `out`.
-
-        Args:
-            out, tensor: one-dimensional, contiguous, of one type. out_sizes: elements from each member. sizes: elements to each.
-        """
-        pieces = [piece.contiguous().view(torch.uint8) for piece in torch.split(tensor, list(sizes))]
-        arrived = self.exchange(pieces, [size * out.element_size() for size in out_sizes])()
-        out.view(torch.uint8).copy_(torch.cat(arrived))
-
     @abstractmethod
     def gather(self, note: Any) -> list[Any]:
         """Small objects (settings, numbers) of all workers, in order of rank. Not counted as traffic."""

@@ -90,7 +90,11 @@ class Group(Comm):
         return arrived
 
     def route_(self, out: Tensor, tensor: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """An all-to-all of the tensors as they lie, without copies."""
+        """Send each member its own piece of a flat tensor, and take in one from each: the pieces fill `out`, without copies.
+
+        Args:
+            out, tensor: one-dimensional, contiguous, of one type. out_sizes: elements from each member. sizes: elements to each.
+        """
         with self.transfer(), self._waiting("an exchange of parts"):
             dist.all_to_all_single(out, tensor, list(out_sizes), list(sizes), group=self._group)
 

@@ -19,7 +19,7 @@ Note = TypeVar("Note")
 
 
 class Axis(Protocol):
-    """What is needed of the devices along one axis: a part of what every `Comm` can do."""
+    """What is needed of the devices along one axis: what a `Group` can do."""
 
     rank: int
     size: int
