@@ -41,6 +41,7 @@ def in_one_world(rank, size, folder):
     return {
         "refused": refused(mesh),
         "unlike": unlike(mesh),
+        "differing": differing(mesh, rank),
         "held": [held(mesh, **options) for options in HELD],
         "wires": {wire: quantised(mesh, wire) for wire in ("float32", "bfloat16", "int8", "int4")}
         | {"bfloat16 weights": quantised(mesh, "float32", torch.bfloat16)}
@@ -137,6 +138,26 @@ def unlike(mesh):
     optimizer = lordo.LoRDO([weight], rank=2, workers=mesh["worker"])
     weight.grad = distribute_tensor(torch.ones(6, 9), mesh["shard"], (Replicate(),))
     return sentence(optimizer.step)
+
+
+def differing(mesh, rank):
+    """Devices of a worker, and replicas in a worker, that do not do the same."""
+    model = fully_shard(Weights(), mesh=mesh["shard"])
+    settings = sentence(built(model, mesh["worker"], lr=0.02 if rank == 3 else 0.01).start)
+    hybrid = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("worker", "replicate", "shard"))
+    model = Weights()
+    with torch.no_grad():
+        model.w0.add_(float(rank == 3))
+    model = fully_shard(model, mesh=hybrid["replicate", "shard"])
+    return settings, sentence(built(model, hybrid["worker"]).start)
+
+
+def test_devices_that_differ_are_told_in_what(world):
+    """On all devices of all workers alike, though only one differs: the others would wait for it."""
+    settings, weights = world[0]["differing"]
+    assert settings == "lr is 0.01 on device 0 but 0.02 on device 1: give every device the same settings"
+    assert weights.startswith("device 1 starts from other weights than device 0 (first difference in 'w0')")
+    assert all(device["differing"] == (settings, weights) for device in world)
 
 
 def test_a_gradient_laid_out_in_another_way_is_refused(world):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lordo.shards import local
 from lordo.sync.comm import Comm
+from lordo.sync.inside import Inside
 from lordo.sync.rules import Member
 
 
@@ -24,7 +25,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm: Comm, *, weights: list[Member]) -> None:
-    """Compare names, shapes, dtypes and settings of all workers, and at the very start the weights.
+    """Compare names, shapes, dtypes and settings of all workers and of the devices in each, and at the very start the weights.
 
     Args:
         members: named parameters. settings: of each group, plain values only. comm: the workers.
@@ -33,7 +34,7 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
     Raises:
         DisagreementError: the same sentence on every worker, naming the first difference and the worker that has it.
     """
-    if comm.size == 1:
+    if comm.size * comm.inside.num_devices == 1:
         return
     note = {
         "memory": (_PROCESS, os.getpid(), next((local(p.detach()).data_ptr() for _, p, _ in members if p.numel()), 0)),
@@ -41,12 +42,28 @@ def check_agreement(members: list[Member], settings: list[dict[str, Any]], comm:
         "settings": settings,
         "weights": {name: _fingerprint(local(p.detach())) for name, p, _ in weights},
     }
-    notes = comm.gather(note)
-    found = (_difference(notes[0], other, worker) for worker, other in enumerate(notes[1:], start=1))
-    difference = next((each for each in found if each is not None), None)
-    difference = comm.inside.first(difference, device=members[0][1].device) if members else difference
-    if difference is not None:
-        raise DisagreementError(difference)
+    found = _difference_inside(note, comm.inside)
+    if members:
+        found = comm.inside.first(found, device=members[0][1].device)
+    notes = comm.gather(note | {"found": found})
+    found = next((each["found"] for each in notes if each["found"] is not None), None) or _first_difference(notes, "worker")
+    if members:
+        found = comm.inside.first(found, device=members[0][1].device)
+    if found is not None:
+        raise DisagreementError(found)
+
+
+def _difference_inside(note: dict[str, Any], inside: Inside) -> str | None:
+    """In what the devices of one worker differ: parts of one copy have weights of their own, copies have the same."""
+    axes = ((inside.shards, note | {"weights": {}}), (inside.replicas, note))
+    found = [_first_difference(axis.gather(mine), "device") for axis, mine in axes if axis is not None]
+    return next((each for each in found if each is not None), None)
+
+
+def _first_difference(notes: list[dict[str, Any]], kind: str) -> str | None:
+    """The first thing in which one of several workers (or devices of a worker) differs from the first of them."""
+    found = (_difference(notes[0], other, number, kind) for number, other in enumerate(notes[1:], start=1))
+    return next((each for each in found if each is not None), None)
 
 
 def _fingerprint(p: Tensor) -> int:
@@ -61,29 +78,29 @@ def _fingerprint(p: Tensor) -> int:
     return total
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any], worker: int) -> str | None:
-    """The first thing in which a worker differs from worker 0, as a sentence."""
+def _difference(first: dict[str, Any], other: dict[str, Any], number: int, kind: str) -> str | None:
+    """The first thing in which a worker (or device) differs from number 0, as a sentence."""
     if other["memory"] == first["memory"] and other["memory"][-1]:
-        return f"workers 0 and {worker} share one model: build one for each, inside the function it runs"
-    same_model, alike = "build the same model on every worker", "give every worker the same settings"
+        return f"{kind}s 0 and {number} share one model: build one for each, inside the function it runs"
+    same_model, alike = f"build the same model on every {kind}", f"give every {kind} the same settings"
     for name in sorted(first["layout"].keys() ^ other["layout"].keys()):
-        has, lacks = (0, worker) if name in first["layout"] else (worker, 0)
-        return f"worker {has} has a parameter '{name}' that worker {lacks} lacks: {same_model}"
+        has, lacks = (0, number) if name in first["layout"] else (number, 0)
+        return f"{kind} {has} has a parameter '{name}' that {kind} {lacks} lacks: {same_model}"
     for name, (shape, dtype) in first["layout"].items():
         if (shape, dtype) != other["layout"][name]:
             theirs = "{} of {}".format(*other["layout"][name])
-            return f"parameter '{name}' is {shape} of {dtype} on worker 0 but {theirs} on worker {worker}: {same_model}"
+            return f"parameter '{name}' is {shape} of {dtype} on {kind} 0 but {theirs} on {kind} {number}: {same_model}"
     if len(first["settings"]) != len(other["settings"]):
         numbers = f"{len(first['settings'])} and {len(other['settings'])}"
-        return f"workers 0 and {worker} have {numbers} parameter groups: group the parameters alike on every worker"
+        return f"{kind}s 0 and {number} have {numbers} parameter groups: group the parameters alike on every {kind}"
     for ours, theirs in zip(first["settings"], other["settings"], strict=True):
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                return f"{key} is {ours.get(key)!r} on worker 0 but {theirs.get(key)!r} on worker {worker}: {alike}"
+                return f"{key} is {ours.get(key)!r} on {kind} 0 but {theirs.get(key)!r} on {kind} {number}: {alike}"
     for name, fingerprint in first["weights"].items():
         if fingerprint != other["weights"][name]:
             return (
-                f"worker {worker} starts from other weights than worker 0 (first difference in '{name}'): "
-                "build the model from the same seed or the same checkpoint on every worker"
+                f"{kind} {number} starts from other weights than {kind} 0 (first difference in '{name}'): "
+                f"build the model from the same seed or the same checkpoint on every {kind}"
             )
     return None
