@@ -137,7 +137,7 @@ def test_importing_lordo_loads_no_library_but_torch(cost):
     """The trainer's libraries are an extra: the optimizer must not need them."""
     loaded = {name.split(".")[0] for name in cost["modules"]}
     assert not loaded & {"transformers", "tokenizers", "safetensors", "datasets", "pydantic", "tyro", "rich", "matplotlib", "pandas"}
-    assert loaded - STANDARD_LIBRARY <= {"lordo", "torch"}
+    assert loaded - STANDARD_LIBRARY <= {"lordo", "torch", "_remote_module_non_scriptable"}  # which torch.distributed.nn makes itself
     assert {room(name) for name in cost["modules"] if name.startswith("lordo.")} <= CORE, "the trainer is imported with the core"
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import lordo.cli
 import lordo.trainer.loop
 from lordo.trainer.checkpoint import checkpoints, complete, parts
+from lordo.trainer.watch import Watch
 from test_checkpoint import told
 from test_train import lines, micro_recipe, processes, survivors, torchrun, wait_until
 
@@ -145,12 +148,18 @@ def test_a_frozen_worker_is_given_up(tmp_path):
         loadable(team.folder, 3)
 
 
+def until_saved(loop) -> None:
+    """Wait until the checkpoint of step 5 is complete, however slow the disk is."""
+    assert wait_until(lambda: 5 in complete(loop.saver.keeping.folder), seconds=60)
+
+
 def stuck(rank: int) -> None:
     """Worker 1 computes for ever at its seventh step: it lives, and is waited for."""
     step = lordo.trainer.loop.Loop.step
 
     def slow(self, number):
         if rank == 1 and number == 7:
+            until_saved(self)
             time.sleep(1000)
         return step(self, number)
 
@@ -181,6 +190,7 @@ def cut_off(rank: int) -> None:
 
     def cut(self, number):
         if rank == 1 and number == 7:
+            until_saved(self)
             pass_nothing()
         return step(self, number)
 
@@ -200,12 +210,28 @@ def test_a_worker_that_is_cut_off_is_given_up_and_ends_too(tmp_path):
         assert loadable(team.folder, 3) == 5
 
 
+def test_a_process_that_was_stopped_for_a_while_does_not_blame_the_others_for_it():
+    """A laptop that sleeps: all are stopped at once, and nobody was silent in that time."""
+    workers = SimpleNamespace(rank=0, size=2, waiting=None, phase="compute", longest_gap=None)
+    watch = Watch(dist.HashStore(), workers, 4.0, lambda: None)
+    watch.close()
+    long_ago, sign = time.monotonic() - 100, json.dumps({"step": 3, "phase": "compute", "waits": False, "over": None})
+    watch._reached, watch._seen = long_ago, {1: (sign, long_ago)}
+    assert "worker 0 cannot reach the others any more" in watch._trouble()
+    watch._reached = time.monotonic()
+    assert "worker 1 has not been heard of for 100 seconds" in watch._trouble()
+    watch._reached, workers.waiting = long_ago, ("a sum", long_ago)
+    watch._forgive(late=99.9)
+    assert watch._trouble() is None
+
+
 def failing(rank: int) -> None:
     """Worker 1 fails by itself at its seventh step."""
     step = lordo.trainer.loop.Loop.step
 
     def fails(self, number):
         if rank == 1 and number == 7:
+            until_saved(self)
             raise FloatingPointError("this machine is on fire")
         return step(self, number)
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Every torch optimizer imports this when the first one is built. If there is a group by then, its functions have that as a default and hold
+# it to the end, when gloo aborts. So it comes first, before there is a group (if lordo is imported before one is made).
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]

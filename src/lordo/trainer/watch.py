@@ -81,7 +81,7 @@ class Watch:
         self.stop_point = SharedStopPoint()
         self.others = [rank for rank in range(workers.size) if rank != workers.rank]
         self._seen: dict[int, tuple[str, float]] = {}  # each other worker's last sign, and when it came
-        self._reached = time.monotonic()
+        self._reached = self._resumed = time.monotonic()
         self._published_at: float | None = None
         self._over = threading.Event()
         self._beats = 0
@@ -161,6 +161,7 @@ class Watch:
     def _forgive(self, *, late: float) -> None:
         """After this process was stopped for a while: nobody was silent in that time."""
         if late > LATE_SECONDS:
+            self._resumed = time.monotonic()
             self._reached += late
             self._seen = {rank: (sign, at + late) for rank, (sign, at) in self._seen.items()}
 
@@ -172,7 +173,7 @@ class Watch:
         if silent:
             return silent
         waiting = self.workers.waiting
-        if waiting is None or time.monotonic() - waiting[1] < self.wait_limit:
+        if waiting is None or time.monotonic() - max(waiting[1], self._resumed) < self.wait_limit:
             return None
         behind = [self._described(rank) for rank, sign in self._signs() if not sign["waits"] and sign["over"] is None]
         return f"{waiting[0]} has taken {time.monotonic() - waiting[1]:.0f} seconds; " + ("; ".join(behind) or "all wait in it")
