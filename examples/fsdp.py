@@ -52,8 +52,9 @@ def build(mesh, options):
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(mesh, options):
-    """What each device does. Returns (held-out loss, bytes sent by this device between workers and inside its own, bytes of state)."""
+def train(shape, options):
+    """What each device of (workers, shards) does. Returns (held-out loss, bytes sent to other workers, to its own, bytes of state)."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("worker", "shard"))
     model = build(mesh["shard"], options)
     optimizer = lordo.LoRDO(lordo.param_groups(model, rank=16), lr=6e-3, sync_every=16, workers=mesh["worker"])
     workers, inside = optimizer.workers, optimizer.workers.inside
@@ -89,14 +90,15 @@ def main():
     options = parsed()
     dist.init_process_group("gloo")  # "nccl" where each process has a GPU of its own; the mesh below is of "cuda" then
     try:
-        shape = (dist.get_world_size() // options.shards, options.shards)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("worker", "shard"))
-        loss, between, within, held = train(mesh, options)
+        processes = dist.get_world_size()
+        if processes % options.shards:
+            raise SystemExit(f"--shards {options.shards} does not divide the {processes} processes")
+        shape = (processes // options.shards, options.shards)
+        loss, between, within, held = train(shape, options)
         if dist.get_rank() == 0:
             print(f"{shape[0]} workers of {shape[1]} devices, {options.steps} steps: loss {loss:.4f} nats per byte on held-out text")
             print(f"each device: {between:,} bytes sent to other workers, {within:,} to its own for LoRDO, {held:,} bytes of state")
     finally:
-        del mesh
         dist.destroy_process_group()
         gc.collect()  # a clean end: gloo may abort at exit while anything still refers to a group
 
