@@ -12,7 +12,7 @@ from rich.console import Console
 from lordo.methods import averages_plainly
 from lordo.sync import WorkerError
 from lordo.sync.schedule import PERIODS, period
-from lordo.trainer.checkpoint import checkpoints, clear
+from lordo.trainer.checkpoint import checkpoints
 from lordo.trainer.config import RunConfig
 from lordo.trainer.going_on import folder_to_resume, usable
 from lordo.trainer.launch import checked, how_to_go_on, under_torchrun
@@ -61,7 +61,6 @@ def run_elastic(config: RunConfig, console: Console, *, lighthouse: str, resume:
     saver = ElasticSaver(keeping, config, model, optimizer)
     place = saver.restore()
     if path is not None:
-        clear(checkpoints(path), place.step)
         console.print(f"going on in {path}/ after step {place.step}\n", highlight=False, soft_wrap=True)
     record = Record(console, config, workers)
     record.path = path
@@ -78,8 +77,11 @@ def run_elastic(config: RunConfig, console: Console, *, lighthouse: str, resume:
         workers.close()
     if outcome is None:
         assert stop.number is not None
-        told = f"interrupted by {signal.Signals(stop.number).name} after step {stop.last_step}; the others go on without this worker"
-        raise Interrupted(f"{told}, and take it in again when it is started again", stop.number)
+        assert record.path is not None
+        told = f"interrupted by {signal.Signals(stop.number).name} after step {stop.last_step}"
+        alone = how_to_go_on(record.path) or "nothing was saved, for train.checkpoint_every is not set"
+        others = "the others go on without this worker, and take it in again when it is started again"
+        raise Interrupted(f"{told}; {others if workers.size > 1 else alone}", stop.number)
     if workers.rank != 0:
         return None
     assert record.folder is not None

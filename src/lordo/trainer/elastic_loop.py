@@ -22,7 +22,7 @@ from lordo.finite import first_nonfinite
 from lordo.optimizer import DistributedOptimizer
 from lordo.sync import Solo, WorkerError
 from lordo.trainer.alike import check_alike, settings_and_text
-from lordo.trainer.checkpoint import Part, Snapshot, checkpoints, complete
+from lordo.trainer.checkpoint import Part, Snapshot, checkpoints, clear, complete
 from lordo.trainer.config import RunConfig
 from lordo.trainer.elastic import Elastic
 from lordo.trainer.folder import RunFolder
@@ -70,8 +70,9 @@ class Record:
         self._observer.progressed(progress)
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Take the live line away; what is told later opens the folder again, which another worker may have gone on with meanwhile."""
         self._open.close()
+        self._observer = None
 
 
 class ElasticSaver(Saver):
@@ -84,6 +85,7 @@ class ElasticSaver(Saver):
 
     def begin_in(self, folder: Path) -> None:
         """Where they go, as soon as that is known."""
+        self.leads = False
         self.writer = Writer(folder, Solo(), self.writer.keep_last, self.keeping.report)
 
     def is_due(self, step: int) -> bool:
@@ -140,6 +142,8 @@ class ElasticLoop(Loop):
         check_alike(workers.gather(self.settings()))
         self.optimizer.start()
         if workers.rank == 0:
+            if self.observer.path is not None:
+                clear(checkpoints(self.observer.path), self.place.step)
             self.observer.begin(self.place.step)
         self.observer.path = workers.gather(self.observer.path)[0]
         self.begun = True
@@ -242,6 +246,7 @@ class ElasticLoop(Loop):
         if self.begun:
             self.optimizer.skip_agreement()
             self.taken_at_end = not self.workers.midway
+            self.observer.close()
             self.observer.path = Path(facts["folder"])
             self.begin_to_save()
 
