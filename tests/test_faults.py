@@ -141,7 +141,7 @@ def test_a_frozen_worker_is_given_up(tmp_path):
         os.kill(team.workers[1].pid, signal.SIGSTOP)
         began = time.monotonic()
         assert team.codes(0, 2) == [1, 1]
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 120  # without a watch, for hours
         told = team.workers[0].errors + team.workers[2].errors
         assert "worker 1 has not been heard of for" in told
         assert "killed, frozen or cut off" in told
