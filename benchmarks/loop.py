@@ -87,7 +87,7 @@ def run_config(method: str, options: argparse.Namespace, *, steps: int) -> RunCo
             "train.warmup_steps": 0,
             "train.log_every": 10,
             "train.eval_every": None,
-            "train.eval_sequences": 8,
+            "train.eval_sequences": 1,
             "train.threads": options.threads,
             "train.device": options.device,
         },

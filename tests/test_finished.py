@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lordo.cli
 import lordo.trainer.export
 from lordo.trainer.byte_tokenizer import byte_tokenizer
+from lordo.trainer.evaluate import BATCH_SEQUENCES, sequences_at_once
 from lordo.trainer.finished import open_run
 from lordo.trainer.generate import continuation
 from lordo.trainer.score import Score, sliding_windows, summed_nats, token_bytes
@@ -161,6 +162,13 @@ def test_windows_read_at_once_are_those_read_one_by_one(opened, monkeypatch):
             logits = opened.model(input_ids=tokens[None, start:end]).logits[0]
         by_hand += cross_entropy(logits[first - start - 1 : -1], tokens[first:end], reduction="sum").item()
     assert summed_nats(opened.model, tokens, windows) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_large_vocabulary_is_evaluated_in_smaller_batches(opened, monkeypatch):
+    """The logits of 32 sequences of 2,048 tokens, each one of 49,152, would take 13 GB."""
+    assert sequences_at_once(opened.model, 32) > BATCH_SEQUENCES
+    monkeypatch.setattr(opened.model.config, "vocab_size", 49152)
+    assert [sequences_at_once(opened.model, length) for length in (32, 128, 2048)] == [10, 2, 1]
 
 
 def test_validation_gives_what_the_run_itself_told(run, capsys):

@@ -16,6 +16,8 @@ from lordo.optimizer import DistributedOptimizer
 from lordo.sync.shares import average_
 
 BATCH_SEQUENCES = 32
+# Logits held at once, 64 MB in float32: evaluating must not need more memory than training does.
+LOGITS_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,15 @@ def evaluate(model: PreTrainedModel, optimizer: DistributedOptimizer, blocks: Te
     comm = optimizer.workers
     mine = blocks[comm.rank :: comm.size]
     with averaged_weights(optimizer), comm.timed("evaluation"):
-        loss = validation_loss(model, mine, BATCH_SEQUENCES) if len(mine) else 0.0
+        batch_size = min(BATCH_SEQUENCES, sequences_at_once(model, blocks.shape[1]))
+        loss = validation_loss(model, mine, batch_size) if len(mine) else 0.0
     parts = comm.gather((loss * len(mine), len(mine)))
     return Evaluation(sum(total for total, _ in parts) / sum(num for _, num in parts))
+
+
+def sequences_at_once(model: PreTrainedModel, length: int) -> int:
+    """Sequences of `length` tokens whose logits are held at once."""
+    return max(1, LOGITS_ELEMENTS // (length * int(model.config.get_text_config().vocab_size)))
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# Logits held at once: 256 MB in float32.
-LOGITS_ELEMENTS = 1 << 26
+from lordo.trainer.evaluate import sequences_at_once
 
 Window = tuple[int, int, int]  # first token, token behind the last one, first token that is counted
 
@@ -72,7 +71,7 @@ def summed_nats(model: PreTrainedModel, tokens: Tensor, windows: Sequence[Window
     """
     total = 0.0
     for length, group in groupby(windows, key=lambda window: window[1] - window[0]):
-        size = max(1, LOGITS_ELEMENTS // (length * model.config.get_text_config().vocab_size))
+        size = sequences_at_once(model, length)
         while batch := list(islice(group, size)):
             seen = torch.stack([tokens[start:end] for start, end, _ in batch]).long().to(model.device)
             logits = model(input_ids=seen, use_cache=False).logits[:, :-1].float()
