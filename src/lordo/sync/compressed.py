@@ -261,25 +261,35 @@ def means_at_owners(
         yield i, total / comm.size
 
 
-def send_encoded_(comm: Comm, tensors: Sequence[Tensor], wire: WireFormat, verdict: Verdict, *, source: int, tag: str) -> None:
-    """Overwrite tensors by those of worker `source`, as they arrive in a wire format: on that worker too."""
+def share_encoded_(comm: Comm, tensors: Sequence[Tensor], owners: Sequence[int], wire: WireFormat, *, tag: str) -> None:
+    """Overwrite tensors by those of the workers that own them, as they arrive in a wire format: on the owner too.
+
+    All owners send at once: over a link with latency, one after another would take that many times as long.
+
+    Raises:
+        DamagedPayloadError: on all workers, if a message to any of them was damaged.
+    """
     if comm.size == 1:
         return
     formats = [find_format(wire, t.dtype, what=tag) for t in tensors]
     sizes = [f.payload_bytes(t.numel()) for f, t in zip(formats, tensors, strict=True)]
+    owned = {worker: [i for i, owner in enumerate(owners) if owner == worker] for worker in range(comm.size)}
     _count(comm, tag, [broadcast_moves(size) for size in sizes])
-    _count(comm, "envelope", [broadcast_moves(CHECKSUM_BYTES)])
-    device = tensors[0].device
+    _count(comm, "envelope", [broadcast_moves(CHECKSUM_BYTES) for mine in owned.values() if mine])
+    verdict = Verdict(comm, tensors[0].device)
     with comm.timed("encoding"):
-        if comm.rank == source:
-            message = sealed([f.encode(f.blocks(t)) for f, t in zip(formats, tensors, strict=True)], device)
-        else:
-            message = torch.empty(sum(sizes) + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
-    with comm.transfer():
-        comm.broadcast_(message, source=source)
+        mine = [formats[i].encode(formats[i].blocks(tensors[i])) for i in owned[comm.rank]]
+        message = sealed(mine, verdict.device) if mine else torch.empty(0, dtype=torch.uint8, device=verdict.device)
+    lengths = [sum(sizes[i] for i in those) + CHECKSUM_BYTES if those else 0 for those in owned.values()]
+    arrived = comm.exchange([message] * comm.size, lengths)()
     with comm.timed("encoding"):
-        for t, f, payload in zip(tensors, formats, verdict.opened([message], sizes, source=source)[0], strict=True):
-            t.copy_(f.decode(payload.view(-1, f.block_bytes)).view(-1)[: t.numel()].view_as(t))
+        for worker, those in owned.items():
+            if those:
+                payloads = verdict.opened([arrived[worker]], [sizes[i] for i in those], source=worker)[0]
+                for i, payload in zip(those, payloads, strict=True):
+                    decoded = formats[i].decode(payload.view(-1, formats[i].block_bytes))
+                    tensors[i].copy_(decoded.view(-1)[: tensors[i].numel()].view_as(tensors[i]))
+    verdict.check()
 
 
 def _count(comm: Comm, tag: str, moves: Sequence[int]) -> None:
@@ -336,10 +346,11 @@ class Verdict:
         Raises:
             DamagedPayloadError: the same sentence on all of them.
         """
-        counts = torch.tensor([worker in self.damaged for worker in range(self.comm.size)], dtype=torch.int32, device=self.device)
+        seen = torch.tensor([worker in self.damaged for worker in range(self.comm.size)], dtype=torch.uint8, device=self.device)
+        # straight from each to each: a sum would go around a ring, 2 (M - 1) times the latency of the link
+        told = torch.stack(self.comm.exchange([seen] * self.comm.size, [self.comm.size] * self.comm.size)())
         with self.comm.transfer():
-            self.comm.sum_(counts)
-            anywhere = self.comm.inside.any(counts)
+            anywhere = self.comm.inside.any(told.amax(0).int())
         guilty = ", ".join(str(worker) for worker in anywhere.nonzero().flatten().tolist())
         if guilty:
             raise DamagedPayloadError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from lordo.lowrank import canonical, common_share, leading_subspace, rounding_noise
 from lordo.shards import local
 from lordo.sync.comm import Comm
-from lordo.sync.compressed import Verdict, means_at_owners, send_encoded_
+from lordo.sync.compressed import means_at_owners, share_encoded_
 from lordo.sync.formats import WireFormat
 from lordo.sync.schedule import is_due
 from lordo.sync.shares import LeftOut, average_, heal_
@@ -359,16 +359,13 @@ class Refresh:
         if self.collected:
             with self.comm.timed("basis refresh"):
                 self._decompose()
-        verdict = Verdict(self.comm, self.old[0].device)
-        for worker in range(self.comm.size):
-            mine = [basis for basis, owner in zip(self.new, self.owners, strict=True) if owner == worker]
-            if mine:
-                if self.wire == "float32":
-                    self.comm.send_(mine, source=worker, tag="basis")
-                else:
-                    send_encoded_(self.comm, mine, self.wire, verdict, source=worker, tag="basis")
-        if self.wire != "float32":
-            verdict.check()
+        if self.wire == "float32":
+            for worker in range(self.comm.size):
+                self.comm.send_(
+                    [new for new, owner in zip(self.new, self.owners, strict=True) if owner == worker], source=worker, tag="basis"
+                )
+        else:
+            share_encoded_(self.comm, self.new, self.owners, self.wire, tag="basis")
         with self.comm.timed("basis refresh"):
             overlaps, kept = [], []
             stays = self.comm.inside.any(torch.stack([new[:1, :1].isnan().any() for new in self.new]))  # a device may have no rows
