@@ -207,7 +207,8 @@ def test_lost_in_the_middle_of_a_synchronisation(tmp_path):
     """Some averages are done and the worker that owns a basis is gone: who is left puts everything back and averages among themselves. A
     second one, which keeps the run's folder, is frozen for some rounds: another one goes on with the folder, it wakes, takes over what it
     missed, and goes on with the folder in turn."""
-    recipe, steps, thaw, frozen = micro_recipe(tmp_path), 40, tmp_path / "thaw", tmp_path / "frozen"
+    recipe, steps = micro_recipe(tmp_path), 40
+    thaw, frozen, awake = (tmp_path / name for name in ("thaw", "frozen", "awake"))
     synchronise = PseudoGradient.__call__
 
     def falls(loop, step):
@@ -223,10 +224,12 @@ def test_lost_in_the_middle_of_a_synchronisation(tmp_path):
             (tmp_path / "pid").write_text(str(os.getpid()))
             (tmp_path / "pid").rename(frozen)
             os.kill(os.getpid(), signal.SIGSTOP)
+            awake.touch()
         if step == 30:
             thaw.touch()
-        if step > 30 and loop.workers.size == 1:
-            time.sleep(0.5)
+        if step > 30 and loop.workers.size == 1:  # time for the other one to come to the lighthouse
+            wait_until(awake.exists, seconds=60)
+            time.sleep(1)
 
     with Team(recipe, "--train.steps", str(steps), "--train.checkpoint_every", "4") as team:
         a, b, c = team.start("a", freezes), team.start("b", freezes), team.start("c", falls)
