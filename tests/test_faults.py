@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -98,7 +99,7 @@ class Team:
         reached = wait_until(lambda: max(complete(checkpoints(self.folder)), default=0) >= step, seconds=60)
         assert reached, [worker.errors for worker in self.workers]
 
-    def codes(self, *ranks: int, seconds: float = 30) -> list[int | None]:
+    def codes(self, *ranks: int, seconds: float = 90) -> list[int | None]:
         """Exit codes of some workers (or of all), that must end within so long."""
         waited = [self.workers[rank] for rank in ranks or range(len(self.workers))]
         assert wait_until(lambda: all(worker.ended() for worker in waited), seconds), [worker.errors for worker in waited]
@@ -130,8 +131,18 @@ def test_a_killed_worker_is_named_by_the_others(tmp_path):
         assert f"go on with: lordo train {team.folder} --resume" in told
         step = loadable(team.folder, 3)
     with Team(recipe, 3, "--train.steps", str(step + 3), "--resume") as team:
-        assert team.codes(seconds=60) == [0, 0, 0]
+        assert team.codes() == [0, 0, 0]
         assert [line["step"] for line in lines(team.folder)] == list(range(1, step + 4))
+
+
+def names_the_silent(worker: int, told: str) -> bool:
+    """Its silence and the exchange that waits for it reach the same limit at about the same time: either is told, with step and phase.
+
+    Who was heard of last in the very exchange that fails is not told from those who wait for it.
+    """
+    silent = rf"worker {worker} has not been heard of for \d+ seconds \(killed, frozen or cut off\); it was in step \d+, \w+"
+    waited_for = rf"has taken \d+ seconds; (worker {worker} is|all wait in it; worker \d+ was) in step \d+, \w+"
+    return re.search(f"{silent}|{waited_for}", told) is not None
 
 
 def test_a_frozen_worker_is_given_up(tmp_path):
@@ -143,8 +154,7 @@ def test_a_frozen_worker_is_given_up(tmp_path):
         assert team.codes(0, 2) == [1, 1]
         assert time.monotonic() - began < 120  # without a watch, for hours
         told = team.workers[0].errors + team.workers[2].errors
-        assert "worker 1 has not been heard of for" in told
-        assert "killed, frozen or cut off" in told
+        assert names_the_silent(1, told), told
         loadable(team.folder, 3)
 
 
@@ -168,7 +178,7 @@ def stuck(rank: int) -> None:
 
 def test_a_worker_that_is_stuck_is_named_with_its_step_and_phase(tmp_path):
     with Team(micro_recipe(tmp_path), 2, *ENDLESS, "--train.timeout_seconds", "4", within=stuck) as team:
-        assert team.codes(0, seconds=60) == [1]
+        assert team.codes(0) == [1]
         assert "has taken 4 seconds; worker 1 is in step 7, compute" in team.workers[0].errors
         assert loadable(team.folder, 2) == 5
 
@@ -200,13 +210,12 @@ def cut_off(rank: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts a process off by a packet filter of Linux")
 def test_a_worker_that_is_cut_off_is_given_up_and_ends_too(tmp_path):
     with Team(micro_recipe(tmp_path), 3, *ENDLESS, "--train.timeout_seconds", "4", within=cut_off) as team:
-        assert team.codes(0, 2, seconds=60) == [1, 1]
+        assert team.codes(0, 2) == [1, 1]
         told = team.workers[0].errors + team.workers[2].errors
-        assert "worker 1 has not been heard of for" in told
-        assert "killed, frozen or cut off" in told
-        assert "it was in step" in told
+        assert names_the_silent(1, told), told
         assert team.codes(1) == [1]
-        assert "worker 1 cannot reach the others any more" in team.workers[1].errors
+        # to the one that is cut off, the others are silent, and it cannot reach them: both at about the same time
+        assert re.search(r"worker 1 cannot reach the others any more|worker \d has not been heard of for", team.workers[1].errors)
         assert loadable(team.folder, 3) == 5
 
 
@@ -240,7 +249,7 @@ def failing(rank: int) -> None:
 
 def test_the_reason_of_a_worker_that_fails_is_told_by_the_others_too(tmp_path):
     with Team(micro_recipe(tmp_path), 2, *ENDLESS, within=failing) as team:
-        assert team.codes(seconds=60) == [1, 1]
+        assert team.codes() == [1, 1]
         assert "lordo: this machine is on fire; the last checkpoint is that of step 5" in team.workers[1].errors
         assert "worker 1 failed: this machine is on fire" in team.workers[0].errors
 
@@ -260,9 +269,9 @@ def test_asked_to_stop_all_finish_the_same_step_and_go_on_to_the_bit(number, who
         assert f"lordo: interrupted by {number.name} after step {step}; go on with: lordo train" in team.workers[0].errors
     last = str(step + 3)
     with Team(recipe, 3, "--train.steps", last, "--resume") as team:
-        assert team.codes(seconds=60) == [0, 0, 0]
+        assert team.codes() == [0, 0, 0]
     with Team(recipe, 3, "--train.steps", last, "--train.checkpoint_every", "none") as team:  # the same without a break
-        assert team.codes(seconds=60) == [0, 0, 0]
+        assert team.codes() == [0, 0, 0]
     assert told(tmp_path / "runs" / "micro") == told(tmp_path / "runs" / "micro-2")
 
 
@@ -275,7 +284,7 @@ def test_from_one_process_to_several_and_back(tmp_path):
 
     alone(5)
     with Team(recipe, 2, "--train.steps", "10", "--resume") as team:
-        assert team.codes(seconds=60) == [0, 0]
+        assert team.codes() == [0, 0]
     alone(15, "--resume")
     alone(15, "--name", "whole")
     for line, expected in zip(lines(tmp_path / "runs/micro"), lines(tmp_path / "runs/whole"), strict=True):
