@@ -1,16 +1,19 @@
-"""What the benchmarks share: fair timing, the machine's own rates, its name, and where results are kept."""
+"""What the benchmarks share: fair timing, processes on this machine, the machine's own rates, its name, and where results are kept."""
 
 import argparse
 import json
 import platform
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,18 +28,49 @@ VOCABULARY = 49152
 PRESETS = {"16m": (4, 256, 768), "125m": (12, 768, 2048), "720m": (12, 2048, 5632)}
 
 
-def options_of(description: str, *, layers: int | None, repeats: int, repeated: str) -> argparse.ArgumentParser:
+def options_of(description: str, *, layers: int | None, repeats: int, repeated: str, preset: str = "125m") -> argparse.ArgumentParser:
     """The options that benchmarks on the shapes of a model have in common.
 
     Args:
         description: the benchmark's docstring. layers: by default, None for all. repeats: how often by default. repeated: what is.
+        preset: by default.
     """
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="125m", help="whose shapes (default: %(default)s)")
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="whose shapes (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=layers, help=f"layers of it (default: {layers or 'all'})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed {repeated} (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="write the result into benchmarks/results/")
     return parser
+
+
+def among_processes(measure: Callable[[argparse.Namespace], dict], options: argparse.Namespace, num_processes: int) -> dict:
+    """What the first of some processes finds with `measure(options)`: forked, joined by gloo over loopback, one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (measure, options, num_processes, f"{folder}/meeting", f"{folder}/result")
+        mp.start_processes(_work, args=arguments, nprocs=num_processes, start_method="fork")
+        found: dict = torch.load(f"{folder}/result", weights_only=True)
+    return found
+
+
+def _work(rank: int, measure: Callable, options: argparse.Namespace, num_processes: int, meeting: str, result: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_processes)
+    try:
+        found = measure(options)
+        if rank == 0:
+            torch.save(found, result)
+    finally:
+        dist.destroy_process_group()
+
+
+def slowest(call: Callable[[], object]) -> float:
+    """Seconds from when all processes are there to when the last is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def matrices_of(preset: str, layers: int | None = None) -> list[tuple[int, int]]:

@@ -10,14 +10,11 @@ Peaks are what operations of one device allocate at once, beside weights, gradie
 
 import argparse
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from measure import PRESETS, PeakAllocation, about, matrices_of, save
+from measure import PeakAllocation, about, among_processes, matrices_of, options_of, save, slowest
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -32,36 +29,16 @@ ALLOWED = 1.3
 
 def main() -> None:
     options = parse()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options, f"{folder}/meeting", f"{folder}/result")
-        mp.start_processes(work, args=arguments, nprocs=options.shards, start_method="fork")
-        result = torch.load(f"{folder}/result", weights_only=True)
-    result = about("cpu") | {"threads": 1, "shards": options.shards} | result
+    result = about("cpu") | {"threads": 1, "shards": options.shards} | among_processes(measure, options, options.shards)
     show(result)
     if options.save:
         save(f"sharded-{options.preset}", result)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="720m", help="whose shapes (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="layers of it (default: %(default)s)")
+    parser = options_of(__doc__, layers=1, repeats=7, repeated="steps", preset="720m")
     parser.add_argument("--shards", type=int, default=4, help="processes (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write the result into benchmarks/results/")
     return parser.parse_args()
-
-
-def work(rank: int, options: argparse.Namespace, meeting: str, result: str) -> None:
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.shards)
-    try:
-        found = measure(options)
-        if rank == 0:
-            torch.save(found, result)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -109,15 +86,6 @@ def optimizer_of(tensors: list[Tensor], rank: int) -> lordo.LoRDO:
     optimizer = lordo.LoRDO(weights, lr=1e-4, rank=rank, sync_every=EVERY, workers=Solo())
     optimizer.step()
     return optimizer
-
-
-def slowest(call: Callable[[], object]) -> float:
-    """Seconds from when all processes are there to when the last is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def highest(call: Callable[[], object]) -> int:

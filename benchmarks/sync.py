@@ -9,14 +9,10 @@ all_reduce (and the division that makes a mean of it) of one flat tensor with as
 
 import argparse
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from measure import about, matrices_of, options_of, save
+from measure import about, among_processes, matrices_of, options_of, save, slowest
 
 import lordo
 
@@ -25,11 +21,7 @@ EVERY = 32
 
 def main() -> None:
     options = parse()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options, f"{folder}/meeting", f"{folder}/result")
-        mp.start_processes(work, args=arguments, nprocs=options.workers, start_method="fork")
-        result = torch.load(f"{folder}/result", weights_only=True)
-    result = about("cpu") | {"threads": 1, "workers": options.workers} | result
+    result = about("cpu") | {"threads": 1, "workers": options.workers} | among_processes(measure, options, options.workers)
     show(result)
     if options.save:
         save(f"sync-{options.preset}", result)
@@ -39,18 +31,6 @@ def parse() -> argparse.Namespace:
     parser = options_of(__doc__, layers=2, repeats=7, repeated="synchronisations")
     parser.add_argument("--workers", type=int, default=4, help="processes (default: %(default)s)")
     return parser.parse_args()
-
-
-def work(rank: int, options: argparse.Namespace, meeting: str, result: str) -> None:
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.workers)
-    try:
-        found = measure(options)
-        if rank == 0:
-            torch.save(found, result)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -95,15 +75,6 @@ def measure(options: argparse.Namespace) -> dict:
         seconds["of which basis refresh"].append(optimizer.workers.seconds["basis refresh"] - refresh)
         seconds["plain all-reduce"].append(slowest(plain))
     return {"parameters": sum(m * n for m, n in shapes), "rank": rank, "bytes_sent": num_bytes, "seconds": seconds}
-
-
-def slowest(call: Callable[[], None]) -> float:
-    """Seconds from when all workers are there to when the last is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def show(result: dict) -> None:
