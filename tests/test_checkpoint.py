@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import lordo
 import lordo.cli
-from lordo.trainer.checkpoint import STATE, WEIGHTS, DamagedError, Part, Snapshot, checkpoints, clear, complete, parts, steps, write
+from lordo.trainer.checkpoint import STATE, WEIGHTS, DamagedError, Part, Share, Snapshot, checkpoints, clear, complete, parts, steps, write
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.launch import run_in_threads
 from lordo.trainer.merge import mean, merged_state, merged_weights
@@ -210,7 +210,7 @@ def test_a_step_whose_loss_is_out_of_proportion_is_left_out_on_that_worker(monke
     assert summary.spikes == 1
     assert [line["spikes"] for line in lines(tmp_path / "whole")] == [0] * 9 + [1, 1]
     assert capfd.readouterr().err.count("lordo: worker 1 leaves step 10 out: its loss was") == 1
-    kept = [parts(checkpoints(tmp_path / "whole"), step, 1, 3)[0] for step in (9, 10)]
+    kept = [parts(checkpoints(tmp_path / "whole"), step, Share(1, 3))[0] for step in (9, 10)]
     for name in kept[0].names(WEIGHTS):
         assert torch.equal(kept[0].tensor(WEIGHTS, name), kept[1].tensor(WEIGHTS, name))
     assert go(config, tmp_path / "cut", until=7) is None
@@ -325,7 +325,7 @@ def cut_at_three(method: str, workers: int, folder: Path):
     """A run stopped at step 3, in the middle of a round, and its parts."""
     config = settings_for(folder, method, **{"workers": workers, "train.steps": 6})
     go(config, folder / "run", until=3)
-    return config, folder / "run", [parts(checkpoints(folder / "run"), 3, worker, workers)[0] for worker in range(workers)]
+    return config, folder / "run", [parts(checkpoints(folder / "run"), 3, Share(worker, workers))[0] for worker in range(workers)]
 
 
 @pytest.mark.parametrize(("method", "before", "after"), [("lordo", *pair) for pair in PAIRS] + [("diloco", 3, 2), ("galore", 2, 3)])
@@ -339,7 +339,7 @@ def test_another_number_of_workers_goes_on(method, before, after, tmp_path):
     sent = [line["bytes_sent"] for line in lines(path)]
     assert sent == sorted(sent)
     assert summary.bytes_sent == pytest.approx(summary.bytes_predicted, abs=1)
-    ends = [parts(checkpoints(path), 6, worker, after)[0] for worker in range(after)]
+    ends = [parts(checkpoints(path), 6, Share(worker, after))[0] for worker in range(after)]
     for name in ends[0].names(STATE):
         if name.endswith((".basis", ".anchor", ".outer_momentum")):
             assert all(torch.equal(ends[0].tensor(STATE, name), end.tensor(STATE, name)) for end in ends), name
@@ -483,7 +483,7 @@ def _temporary():
 def small(step: int, worker: int = 0, workers: int = 1, *, size: int = 1000) -> Snapshot:
     """A snapshot whose every number is its step."""
     tensors = {name: torch.full((size,), float(step)) for name in "abc"}
-    return Snapshot(step, worker, workers, tensors, {"s": torch.tensor(float(step))}, {"note": step})
+    return Snapshot(step, Share(worker, workers), tensors, {"s": torch.tensor(float(step))}, {"note": step}, {})
 
 
 def test_files_are_read_by_distributed_checkpoint_too_and_hold_no_pickle(straight, tmp_path):
@@ -561,7 +561,7 @@ def test_a_damaged_checkpoint_is_left_aside_and_named(harm, straight, tmp_path, 
         content[len(content) // 2] ^= 1
         file.write_bytes({"cut off": content[:-5], "one bit": content, "no json": b"{"}[harm])
     with pytest.raises(DamagedError, match="worker-1"):
-        parts(checkpoints(again), STEPS, 1, 3)
+        parts(checkpoints(again), STEPS, Share(1, 3))
     assert lordo.cli.main(["train", str(again), "--resume"]) == 0
     printed, errors = capfd.readouterr()
     assert f"the checkpoint of step {STEPS} is damaged" in errors

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 
 import lordo.cli
-from lordo.trainer.checkpoint import parts
+from lordo.trainer.checkpoint import Share, parts
 from lordo.trainer.finished import open_run
 from test_train import micro_recipe, train, untimed
 
@@ -20,7 +20,7 @@ def test_a_compiled_model_trains_to_the_same_bits_under_the_same_names(tmp_path)
     names = []
     for run in (plain, compiled):
         with safe_open(run.folder / "model" / "model.safetensors", "pt") as file:
-            names.append((sorted(file.keys()), sorted(parts(run.folder / "checkpoints", 4, 0, 2)[0].names("weights.safetensors"))))
+            names.append((sorted(file.keys()), sorted(parts(run.folder / "checkpoints", 4, Share(0, 2))[0].names("weights.safetensors"))))
     assert names[0] == names[1]
     open_run(str(compiled.folder))
 

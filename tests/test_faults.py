@@ -23,7 +23,10 @@ import torch.distributed as dist
 
 import lordo.cli
 import lordo.trainer.loop
-from lordo.trainer.checkpoint import checkpoints, complete, parts
+from lordo.sync.inside import Inside
+from lordo.trainer.checkpoint import Share, checkpoints, complete, parts
+from lordo.trainer.devices import Joined
+from lordo.trainer.recipe import load
 from lordo.trainer.watch import Watch
 from test_checkpoint import told
 from test_train import lines, micro_recipe, processes, survivors, torchrun, wait_until
@@ -58,7 +61,16 @@ class Worker:
 class Team:
     """Processes that train together, as a launcher would start them."""
 
-    def __init__(self, recipe: Path, size: int, *options: str, within: Callable[[int], object] = lambda rank: None):
+    def __init__(
+        self,
+        recipe: Path,
+        size: int,
+        *options: str,
+        within: Callable[[int], object] = lambda rank: None,
+        workers: int | None = None,
+        resume: bool = False,
+    ):
+        """`size` processes; as many workers, unless `workers` says that each is several devices."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -77,7 +89,8 @@ class Team:
                     os.environ.update({key: str(value) for key, value in environment.items()})
                     torch.set_num_threads(1)
                     within(rank)
-                    code = lordo.cli.main(["train", str(recipe), "--workers", str(size), *OPTIONS, *options])
+                    going_on = ("--resume",) if resume else OPTIONS
+                    code = lordo.cli.main(["train", str(recipe), "--workers", str(workers or size), *going_on, *options])
                 except BaseException:
                     traceback.print_exc()
                     code = 99
@@ -113,7 +126,7 @@ def loadable(folder: Path, size: int) -> int:
     """The newest complete checkpoint, every part of which can be read; its step."""
     step = max(complete(checkpoints(folder)))
     for rank in range(size):
-        parts(checkpoints(folder), step, rank, size)
+        parts(checkpoints(folder), step, Share(rank, size))
     return step
 
 
@@ -219,10 +232,12 @@ def test_a_worker_that_is_cut_off_is_given_up_and_ends_too(tmp_path):
         assert loadable(team.folder, 3) == 5
 
 
-def test_a_process_that_was_stopped_for_a_while_does_not_blame_the_others_for_it():
+def test_a_process_that_was_stopped_for_a_while_does_not_blame_the_others_for_it(tmp_path):
     """A laptop that sleeps: all are stopped at once, and nobody was silent in that time."""
-    workers = SimpleNamespace(rank=0, size=2, waiting=None, phase="compute", longest_gap=None)
-    watch = Watch(dist.HashStore(), workers, 4.0, lambda: None)
+    workers = SimpleNamespace(rank=0, size=2, waiting=None, phase="compute", longest_gap=None, inside=Inside())
+    watch = Watch(
+        dist.HashStore(), Joined(workers, workers, None), load(micro_recipe(tmp_path), {"train.timeout_seconds": 4.0}), lambda: None
+    )
     watch.close()
     long_ago, sign = time.monotonic() - 100, json.dumps({"step": 3, "phase": "compute", "waits": False, "over": None})
     watch._reached, watch._seen = long_ago, {1: (sign, long_ago)}

@@ -135,3 +135,14 @@ def test_bandwidths():
     assert bandwidth("100Mbps") == 1e8
     assert bandwidth("1.5 Gbps") == 1.5e9
     assert bandwidth("1e2kbps") == 1e5
+
+
+def test_devices_of_the_recipe_are_planned_as_those_of_the_option(recipe, capsys):
+    """Each of two devices holds and sends its part; methods that cannot train in parts are not in the table then."""
+    told = []
+    for options in (("--parallel.shards", "2"), ("--shards", "2")):
+        assert lordo.cli.main(["plan", str(recipe), *options]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert "4 workers of 2 devices" in told[0]
+    assert "galore" not in told[0]

@@ -63,6 +63,15 @@ class Comm(ABC):
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first device of the first worker, who speaks for all."""
+        return self.rank == 0 and self.inside.device == 0
+
+    def gather_all(self, note: Any) -> list[Any]:
+        """Small objects of all devices of all workers, in the same order on all of them."""
+        return self.inside.gather_each(self.gather(note))
+
     def bytes_sent(self, tag: str | None = None) -> int:
         """Bytes each worker sent so far, on average, under one tag or (None) in all; see `wire.sent_bytes`."""
         if tag is None:

@@ -57,14 +57,14 @@ def inside_of(named: Sequence[tuple[str, Tensor]], workers: Comm, known: Inside)
     """
     for name, p in named:
         check_layout(name, p)
-    whole = [name for name, p in named if not is_dtensor(p)]
+    plain = [name for name, p in named if not is_dtensor(p)]
     spread: list[tuple[str, Any]] = [(name, p) for name, p in named if is_dtensor(p)]
     if not spread:
         return known
     name, p = spread[0]
-    if whole:
+    if plain:
         raise TypeError(
-            f"{whole[0]} is a plain tensor while {name} is spread over devices, as with tensor parallelism or ignored parameters: "
+            f"{plain[0]} is a plain tensor while {name} is spread over devices, as with tensor parallelism or ignored parameters: "
             f"apply {FULLY_SHARD} to the whole model"
         )
     for other, q in spread:
@@ -126,14 +126,14 @@ def as_dtensor(key: str, value: Tensor, p: Any, *, lowrank: bool) -> Tensor:
 def own_part(key: str, value: Tensor, p: Any, *, lowrank: bool) -> Tensor:
     """The counterpart of `as_dtensor`: this device's part of a tensor that was laid out in whatever way; also of a plain, whole one."""
     if not is_dtensor(p) or key in ("step", "sent_step"):
-        return _whole(value)
+        return whole(value)
     dim = state_cut(key, p, lowrank=lowrank)
     if is_dtensor(value):
         laid: Any = value
         if laid.device_mesh == p.device_mesh:
             part: Tensor = laid.redistribute(p.device_mesh, _placements(p, dim)).to_local()
             return part
-        value = _whole(value)
+        value = whole(value)
     if dim is None:
         return value
     mesh, (shard, _) = p.device_mesh, _axes(p)
@@ -142,9 +142,10 @@ def own_part(key: str, value: Tensor, p: Any, *, lowrank: bool) -> Tensor:
     return parts[mine] if mine < len(parts) else value.narrow(dim, 0, 0)
 
 
-def _whole(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor() if is_dtensor(value) else value
-    return whole
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor of which this device may have a part only; its devices together, detached from gradients."""
+    full: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor
+    return full
 
 
 def _placements(p: Any, dim: int | None) -> tuple[Any, ...]:

@@ -71,12 +71,18 @@ class Inside:
         return self.size * (1 if self.replicas is None else self.replicas.size)
 
     @property
+    def device(self) -> int:
+        """Number of this device among those of the worker."""
+        return self.rank if self.replicas is None else self.replicas.rank * self.size + self.rank
+
+    @property
     def in_first_copy(self) -> bool:
         """Whether this device's part belongs to the copy that computes for all."""
         return self.replicas is None or self.replicas.rank == 0
 
     @property
-    def _axes(self) -> list[Axis]:
+    def axes(self) -> list[Axis]:
+        """Those along which there is more than this device."""
         return [axis for axis in (self.shards, self.replicas) if axis is not None]
 
     def total_(self, tagged: Sequence[tuple[str, Tensor]]) -> None:
@@ -87,20 +93,30 @@ class Inside:
     def any(self, flags: Tensor) -> Tensor:
         """Which flags are set on any device: the same on all of them."""
         raised = flags.float()
-        for axis in self._axes:
+        for axis in self.axes:
             axis.sum_(raised)
         return raised > 0
 
+    def mean(self, number: Tensor) -> Tensor:
+        """The mean of a number, (), over all devices: the same bits on all of them."""
+        total = number.detach().clone()
+        for axis in self.axes:
+            axis.sum_(total)
+        return total / self.num_devices
+
     def first(self, note: Note | None, *, device: torch.device) -> Note | None:
         """A note of one of the devices that have one, the same on all of them; None if none has. `device`: where messages are made."""
-        if not self._axes or not bool(self.any(torch.tensor([note is not None], device=device))):
+        if not self.axes or not bool(self.any(torch.tensor([note is not None], device=device))):
             return note
         return next(each for each in self.gather(note) if each is not None)
 
     def gather(self, note: Note) -> list[Note]:
         """Small objects of all devices, in the same order on all of them."""
-        notes = [note]
-        for axis in self._axes:
+        return self.gather_each([note])
+
+    def gather_each(self, notes: list[Note]) -> list[Note]:
+        """Some small objects of each device, of all of them in one list."""
+        for axis in self.axes:
             notes = [each for some in axis.gather(notes) for each in some]
         return notes
 

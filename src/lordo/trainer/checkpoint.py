@@ -1,7 +1,8 @@
 """Checkpoints on disk: `checkpoints/step-00000020/worker-0/` holds one worker's weights, state and facts.
 
-A part is written beside (`.worker-0.partial`), synced and renamed, by its own worker alone: a kill at any instant leaves the earlier ones
-as they were. A checkpoint is complete when every worker's part is there. Tensors are in safetensors files, which
+Where several devices share a worker's weights each writes what it has of them: `worker-0-shard-1-of-4/`. A part is written beside
+(`.worker-0.partial`), synced and renamed, by its own process alone: a kill at any instant leaves the earlier ones as they were.
+A checkpoint is complete when all parts are there. Tensors are in safetensors files, which
 `torch.distributed.checkpoint` reads (HuggingFaceStorageReader); facts are JSON. Nothing is unpickled.
 """
 
@@ -12,12 +13,13 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,19 +28,42 @@ WEIGHTS, STATE, FACTS = "weights.safetensors", "state.safetensors", "facts.json"
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What one worker saves.
+class Share:
+    """Whose part of a checkpoint: worker number so and so of how many, and of the devices that share its weights which of how many."""
 
-    step: the step after which it was taken. worker, workers: its number, and of how many. weights: of the model, by name.
-    state: everything else that is a tensor, by name. facts: plain values.
+    worker: int
+    workers: int
+    shard: int = 0
+    shards: int = 1
+
+    def __str__(self) -> str:
+        """The name of its folder."""
+        return f"worker-{self.worker}" if self.shards == 1 else f"worker-{self.worker}-shard-{self.shard}-of-{self.shards}"
+
+    def of(self, worker: int) -> list[Share]:
+        """All parts of a worker, where the checkpoint has this one."""
+        return [replace(self, worker=worker, shard=shard) for shard in range(self.shards)]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one device saves.
+
+    step: the step after which it was taken. share: whose it is. weights: of the model, by name. state: everything else that is a tensor,
+    by name. facts: plain values. cut: along which side the devices of a worker share a tensor, of those they do share.
     """
 
     step: int
-    worker: int
-    workers: int
+    share: Share
     weights: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     facts: Mapping[str, Any]
+    cut: Mapping[str, int]
+
+    @property
+    def all_facts(self) -> dict[str, Any]:
+        """The plain values, and what it is a snapshot of."""
+        return {**self.facts, "step": self.step, **asdict(self.share), "cut": dict(self.cut)}
 
 
 class DamagedError(ValueError):
@@ -46,51 +71,64 @@ class DamagedError(ValueError):
 
 
 class Part:
-    """One worker's part of a checkpoint, its tensors read one by one, from mapped memory."""
+    """What a checkpoint has of one device, or of all devices of a worker put together; tensors are read one by one, from mapped memory.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        facts: those of the (first) device.
+    """
+
+    def __init__(self, path: Path, *others: Path) -> None:
         """Check that every file is as it was written.
+
+        Args:
+            path: the folder. others: those of the worker's other devices, in order.
 
         Raises:
             DamagedError: it is not.
         """
-        self.path = path
-        try:
-            self.facts: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
-            for name, (size, checksum) in self.facts["files"].items():
-                if (path / name).stat().st_size != size or _checksum(path / name) != checksum:
-                    raise DamagedError(f"{path / name} is not what was written")
-            self._files = {name: safe_open(path / name, framework="pt") for name in (WEIGHTS, STATE)}
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            if isinstance(error, DamagedError):
-                raise
-            raise DamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        self.facts, files = _opened(path)
+        self._files = [files, *(_opened(other)[1] for other in others)]
 
     def names(self, file: str) -> list[str]:
         """Names of the tensors in WEIGHTS or STATE."""
-        return list(self._files[file].keys())  # type: ignore[no-untyped-call]
+        return list(self._files[0][file].keys())
 
     def tensor(self, file: str, name: str) -> Tensor:
         """One of them."""
-        tensor: Tensor = self._files[file].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
+        parts: list[Tensor] = [files[file].get_tensor(name) for files in self._files]
+        dim = self.facts["cut"].get(name) if len(parts) > 1 else None
+        return parts[0] if dim is None else torch.cat(parts, dim=dim)
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts and the opened files in a part's folder."""
+    try:
+        facts: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        for name, (size, checksum) in facts["files"].items():
+            if (path / name).stat().st_size != size or _checksum(path / name) != checksum:
+                raise DamagedError(f"{path / name} is not what was written")
+        return facts, {name: safe_open(path / name, framework="pt") for name in (WEIGHTS, STATE)}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def write(folder: Path, snapshot: Snapshot) -> None:
-    """Write one worker's part, so that it is either whole on disk or not there at all.
+    """Write one part, so that it is either whole on disk or not there at all.
 
     Raises:
         OSError: the disk is full, the folder cannot be written; nothing is left behind then.
     """
     at = step_path(folder, snapshot.step)
-    partial, final = at / f".worker-{snapshot.worker}.partial", at / f"worker-{snapshot.worker}"
+    partial, final = at / f".{snapshot.share}.partial", at / f"{snapshot.share}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, tensors in ((WEIGHTS, snapshot.weights), (STATE, snapshot.state)):
             _save(tensors, partial / name)
         files = {name: ((partial / name).stat().st_size, _checksum(partial / name)) for name in (WEIGHTS, STATE)}
-        facts = {**snapshot.facts, "step": snapshot.step, "worker": snapshot.worker, "workers": snapshot.workers, "files": files}
+        facts = {**snapshot.all_facts, "files": files}
         (partial / FACTS).write_text(json.dumps(facts), encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             _sync(path)
@@ -129,61 +167,70 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def num_workers(folder: Path, step: int) -> int | None:
-    """How many workers the checkpoint of a step has, as its first readable part says; None if there is none."""
+def first_share(folder: Path, step: int) -> Share | None:
+    """Whose the first readable part of a step's checkpoint is, and so of how many workers and devices; None if there is none."""
     for path in sorted(step_path(folder, step).glob("worker-*")):
         with suppress(OSError, ValueError, KeyError):
-            return int(json.loads((path / FACTS).read_text(encoding="utf-8"))["workers"])
+            facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+            return Share(*(int(facts[name]) for name in ("worker", "workers", "shard", "shards")))
     return None
 
 
-def remove(folder: Path, step: int, worker: int) -> None:
-    """Remove one worker's part, and the checkpoint's folder with the last of them."""
+def remove(folder: Path, step: int, part: str) -> None:
+    """Remove a part by its name, and the checkpoint's folder with the last of them."""
     at = step_path(folder, step)
     # renamed first: a part that is half removed must not look whole
-    doomed = at / f".worker-{worker}.removed"
+    doomed = at / f".{part}.removed"
     with suppress(OSError):
-        (at / f"worker-{worker}").rename(doomed)
-    for path in (doomed, at / f".worker-{worker}.partial"):
+        (at / part).rename(doomed)
+    for path in (doomed, at / f".{part}.partial"):
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         at.rmdir()
 
 
-def workers_in(folder: Path, step: int) -> Iterator[int]:
-    """Numbers of the workers that have a part, whole or not, in the checkpoint of a step."""
-    found = {re.fullmatch(r"\.?worker-(\d+)(\.\w+)?", path.name) for path in step_path(folder, step).iterdir()}
-    yield from sorted({int(name[1]) for name in found if name})
+def parts_in(folder: Path, step: int) -> dict[str, tuple[int, int]]:
+    """The parts, whole or not, in the checkpoint of a step: the numbers of worker and shard, by name."""
+    names: list[str] = []
+    with suppress(FileNotFoundError):
+        names = os.listdir(step_path(folder, step))
+    found = [re.fullmatch(r"\.?(worker-(\d+)(?:-shard-(\d+)-of-\d+)?)(?:\.\w+)?", name) for name in names]
+    return {part[1]: (int(part[2]), int(part[3] or 0)) for part in found if part}
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints of which every worker's part is here, oldest first."""
-    return [step for step in steps(folder) if set(range(num_workers(folder, step) or 1)) <= set(whole_parts(folder, step))]
+    """Steps of the checkpoints of which every part is here, oldest first."""
+    return [step for step in steps(folder) if _is_complete(folder, step)]
 
 
-def whole_parts(folder: Path, step: int) -> list[int]:
-    """Numbers of the workers whose part is whole."""
-    return [worker for worker in workers_in(folder, step) if (step_path(folder, step) / f"worker-{worker}").is_dir()]
+def _is_complete(folder: Path, step: int) -> bool:
+    first = first_share(folder, step)
+    return first is not None and all((step_path(folder, step) / str(each)).is_dir() for w in range(first.workers) for each in first.of(w))
 
 
-def parts(folder: Path, step: int, rank: int, size: int) -> list[Part]:
-    """What one of `size` workers needs of a checkpoint: its own part, or all of them if another number of workers saved it.
+def parts(folder: Path, step: int, share: Share) -> list[Part]:
+    """What a device needs of a checkpoint: its own part; all of its worker, if other devices shared it; or that of all workers.
+
+    The last if another number of workers saved it.
 
     Raises:
         DamagedError: a part is missing or not as it was written.
     """
-    saved = num_workers(folder, step)
+    at, saved = step_path(folder, step), first_share(folder, step)
     if saved is None:
-        raise DamagedError(f"{step_path(folder, step)} has no whole part")
-    return [Part(step_path(folder, step) / f"worker-{worker}") for worker in ([rank] if saved == size else range(saved))]
+        raise DamagedError(f"{at} has no whole part")
+    if (saved.workers, saved.shards) == (share.workers, share.shards):
+        return [Part(at / str(share))]
+    workers = [share.worker] if saved.workers == share.workers else range(saved.workers)
+    return [Part(*(at / str(each) for each in saved.of(worker))) for worker in workers]
 
 
 def clear(folder: Path, kept: int) -> None:
     """Remove what is newer than the checkpoint of a step: it is incomplete or damaged, and the run will come there again."""
     for step in steps(folder):
         if step > kept:
-            for worker in list(workers_in(folder, step)):
-                remove(folder, step, worker)
+            for part in parts_in(folder, step):
+                remove(folder, step, part)
 
 
 def _checksum(path: Path) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from lordo.methods import Method, find
 from lordo.trainer.config import CompareConfig, RunConfig
 from lordo.trainer.data_config import DataConfig
+from lordo.trainer.devices import check_in_one_process
 from lordo.trainer.folder import RunFolder, load_summary
 from lordo.trainer.launch import run_in_threads
 from lordo.trainer.method_config import MethodConfig
@@ -137,6 +138,7 @@ def check(config: RunConfig, options: CompareConfig) -> None:
         for method in map(find, options.methods):
             for variant in variants_of(method, options.vary):
                 shapes = outline(member_config(config, method, variant, lr=config.method.lr, seed=config.seed))
+                check_in_one_process(shapes.config)
                 pick_device(shapes.config.train.device)
     except ConfigError:
         raise

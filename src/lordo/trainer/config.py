@@ -34,6 +34,21 @@ class BatchConfig(Settings):
         return self
 
 
+class ParallelConfig(Settings):
+    """How many devices, each a process of its own, make up one worker."""
+
+    shards: Count = 1
+    """Devices that share one copy of a worker's model, each with a part of every weight (torch's fully_shard)."""
+
+    replicate: Count = 1
+    """Copies of the model in a worker, each of `shards` devices; gradients are averaged over them at every step."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of a worker."""
+        return self.shards * self.replicate
+
+
 class CompareConfig(Settings):
     """What `lordo compare` runs; each may also be given as an option of that command."""
 
@@ -77,6 +92,9 @@ class RunConfig(Settings):
     batch: BatchConfig = BatchConfig()
     """How much text one optimizer step reads."""
 
+    parallel: ParallelConfig = ParallelConfig()
+    """How many devices make up a worker."""
+
     method: MethodConfig
     """The training method and its options."""
 
@@ -101,6 +119,11 @@ class RunConfig(Settings):
         return (self.batch.per_worker_sequences or 8) if tokens is None else tokens // (self.workers * self.data.sequence_length)
 
     @property
+    def sequences_per_device(self) -> int:
+        """Blocks that each device of a worker reads in an optimizer step."""
+        return self.sequences_per_worker // self.parallel.devices
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that all workers together read in an optimizer step."""
         return self.workers * self.sequences_per_worker * self.data.sequence_length
@@ -114,9 +137,16 @@ class RunConfig(Settings):
                 f"batch.global_tokens = {tokens} is not a multiple of workers × data.sequence_length = {self.workers} × "
                 f"{self.data.sequence_length}: take {near} or {near + block}"
             )
-        if self.sequences_per_worker % self.batch.accumulate:
+        devices, accumulate = self.parallel.devices, self.batch.accumulate
+        if self.sequences_per_worker % devices:
             raise ValueError(
-                f"batch.accumulate = {self.batch.accumulate} does not divide the {self.sequences_per_worker} sequences of a worker: "
+                f"the {self.sequences_per_worker} sequences of a worker cannot be dealt out to its {devices} devices (parallel.shards × "
+                f"parallel.replicate): take a multiple of {devices}"
+            )
+        if self.sequences_per_device % accumulate:
+            whose = "worker" if devices == 1 else "device"
+            raise ValueError(
+                f"batch.accumulate = {accumulate} does not divide the {self.sequences_per_device} sequences of a {whose}: "
                 "take a divisor of that number"
             )
         return self

@@ -12,7 +12,7 @@ from rich.console import Console
 from lordo.methods import averages_plainly
 from lordo.sync import WorkerError
 from lordo.sync.schedule import PERIODS, period
-from lordo.trainer.checkpoint import checkpoints
+from lordo.trainer.checkpoint import Share, checkpoints
 from lordo.trainer.config import RunConfig
 from lordo.trainer.going_on import folder_to_resume, usable
 from lordo.trainer.launch import checked, how_to_go_on, under_torchrun
@@ -47,7 +47,7 @@ def run_elastic(config: RunConfig, console: Console, *, lighthouse: str, resume:
     checked(lambda: check_installed(config.train.trackers))
     prepared = checked(lambda: prepare(config))
     path = folder_to_resume(config, resume)
-    steps = usable(checkpoints(path), [0], 1) if path else []
+    steps = usable(checkpoints(path), [Share(0, 1)]) if path else []
     print_prepared(prepared, console)
 
     from lordo.trainer.elastic import Elastic
@@ -109,6 +109,8 @@ def check_elastic(run: Outline) -> None:
             "--elastic averages everything at once, whole and in full precision: leave sync_overlap, sync_fragments, sync_split, sync_wire "
             "and sync_wire_moments out"
         )
+    if config.parallel.devices > 1:
+        raise UsageError("--elastic knows workers of one device only: leave parallel.shards and parallel.replicate out")
     if config.train.spike_action == "rollback":
         raise UsageError('--elastic does not go back for a loss: take train.spike_action = "skip"')
     every = settings["sync_every"]

@@ -139,7 +139,7 @@ class ElasticLoop(Loop):
             self.stepped()
             return
         workers.newcomer = False
-        check_alike(workers.gather(self.settings()))
+        check_alike(workers.gather(self.settings()), self.config.parallel)
         self.optimizer.start()
         if workers.rank == 0:
             if self.observer.path is not None:
@@ -239,7 +239,7 @@ class ElasticLoop(Loop):
             UsageError: it trains with other settings.
         """
         facts = handed.facts
-        check_alike([facts["settings"], self.settings()])
+        check_alike([facts["settings"], self.settings()], self.config.parallel)
         place = restore([handed], self.model, self.optimizer)
         self.begun, self.workers.midway = facts["begun"], facts["midway"]
         self.stand_at(place)

@@ -1,4 +1,4 @@
-"""A run's history: the stretches between which its number of workers changed."""
+"""A run's history: the stretches between which its number of workers, or of their devices, changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lordo.sync.wire import sent_bytes
 
 @dataclass(frozen=True)
 class Era:
-    """Steps that were trained with one number of workers.
+    """Steps that were trained with one number of workers, each of so many devices.
 
     workers: how many. start, end: trained were the steps start + 1 … end. sequences: blocks that each worker read at each step.
     sent: bytes each worker sent meanwhile, by kind. ahead: blocks that each read and threw away, going back to a checkpoint.
+    shards: devices that shared a worker's weights; `sent` is what the first of them sent.
     synced: the last step after which they synchronised, if that is not the end: what was due at the end, the workers of the next did.
     """
 
@@ -27,11 +28,21 @@ class Era:
     sent: dict[str, int] = field(default_factory=dict)
     ahead: int = 0
     synced: int | None = None
+    shards: int = 1
 
     @property
     def used(self) -> int:
         """Blocks that each worker read."""
         return (self.end - self.start) * self.sequences + self.ahead
+
+
+def stretches(eras: Iterable[Era]) -> list[tuple[int, int]]:
+    """(number of workers, blocks that each read) of eras, those that follow each other with one number of workers taken together."""
+    found: list[tuple[int, int]] = []
+    for era in eras:
+        before = found.pop()[1] if found and found[-1][0] == era.workers else 0
+        found.append((era.workers, before + era.used))
+    return found
 
 
 def sent_since(workers: Comm, before: Mapping[str, int]) -> dict[str, int]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lordo.optimizer import DistributedOptimizer
+from lordo.shards import local
 from lordo.sync.shares import average_
 
 BATCH_SEQUENCES = 32
@@ -42,14 +44,17 @@ def evaluate(model: PreTrainedModel, optimizer: DistributedOptimizer, blocks: Te
 
     Args:
         model: whose parameters `optimizer` trains. blocks: (num_blocks, sequence_length), the same on every worker; each worker
-            evaluates its part of them.
+            evaluates its part of them, and each of its devices a part of that.
     """
     comm = optimizer.workers
     mine = blocks[comm.rank :: comm.size]
-    with averaged_weights(optimizer), comm.timed("evaluation"):
+    own = mine[comm.inside.device :: comm.inside.num_devices]
+    # devices that share weights must read equally often: who has one block less reads its worker's first one, and does not count it
+    read = torch.cat([own, mine[: -(-len(mine) // comm.inside.num_devices) - len(own)]])
+    with averaged_weights(model, optimizer), comm.timed("evaluation"):
         batch_size = min(BATCH_SEQUENCES, sequences_at_once(model, blocks.shape[1]))
-        loss = validation_loss(model, mine, batch_size) if len(mine) else 0.0
-    parts = comm.gather((loss * len(mine), len(mine)))
+        total = float(block_losses(model, read, batch_size)[: len(own)].sum()) if len(read) else 0.0
+    parts = comm.gather_all((total, len(own)))
     return Evaluation(sum(total for total, _ in parts) / sum(num for _, num in parts))
 
 
@@ -59,23 +64,24 @@ def sequences_at_once(model: PreTrainedModel, length: int) -> int:
 
 
 @contextmanager
-def averaged_weights(optimizer: DistributedOptimizer) -> Iterator[None]:
+def averaged_weights(model: PreTrainedModel, optimizer: DistributedOptimizer) -> Iterator[None]:
     """Inside, the model has the mean of the workers' weights; afterwards each worker has its own again.
 
     What is sent for it is counted as "evaluation". One worker's own weights, just before a synchronisation, are not the model.
     """
     stale = optimizer.unaveraged_parameters()
-    own = [p.detach().clone() for _, p in stale]
-    average_([("evaluation", name, p.detach()) for name, p in stale], optimizer.workers)
+    parts = [local(p.detach()) for _, p in stale]
+    own = [part.clone() for part in parts]
+    average_([("evaluation", name, part) for (name, _), part in zip(stale, parts, strict=True)], optimizer.workers)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (_, p), weights in zip(stale, own, strict=True):
-                p.copy_(weights)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # a forward pass without backward leaves weights gathered, and the next one would not look at its parts
+        for part, weights in zip(parts, own, strict=True):
+            part.copy_(weights)
 
 
-@torch.no_grad()
 def validation_loss(model: PreTrainedModel, blocks: Tensor, batch_size: int) -> float:
     """Give the mean next-token cross-entropy of a model, in nats, over all tokens but the first of each block.
 
@@ -87,6 +93,12 @@ def validation_loss(model: PreTrainedModel, blocks: Tensor, batch_size: int) -> 
     Raises:
         ValueError: there is no token to predict, or `batch_size` is less than 1.
     """
+    return float(block_losses(model, blocks, batch_size).mean())
+
+
+@torch.no_grad()
+def block_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int) -> Tensor:
+    """The mean cross-entropy of each block, (num_blocks,) float64; otherwise as `validation_loss`."""
     num_blocks, length = blocks.shape
     if num_blocks == 0 or length < 2:
         raise ValueError(f"blocks of shape ({num_blocks}, {length}) have no token to predict; give more text")
@@ -95,16 +107,14 @@ def validation_loss(model: PreTrainedModel, blocks: Tensor, batch_size: int) -> 
     modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     try:
-        batches = torch.split(blocks, batch_size)
-        total = sum((_summed_loss(model, batch.to(model.device).long()) for batch in batches), start=0.0)
+        return torch.cat([_losses(model, batch.to(model.device).long()) for batch in torch.split(blocks, batch_size)])
     finally:
         for module, training in modes:
             module.training = training
-    return total / (num_blocks * (length - 1))
 
 
-def _summed_loss(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Sum the cross-entropy over all predicted tokens of a batch (size, sequence_length), in float64."""
+def _losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy over the predicted tokens of each block of a batch (size, sequence_length)."""
     logits = model(input_ids=tokens).logits[:, :-1].float()
     losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return losses.double().sum().item()
+    return losses.view(len(tokens), -1).double().mean(dim=1).cpu()

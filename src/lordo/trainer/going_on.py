@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lordo.sync import Comm
-from lordo.trainer.checkpoint import DamagedError, checkpoints, complete, parts, steps
+from lordo.trainer.checkpoint import DamagedError, Share, checkpoints, complete, parts, steps
 from lordo.trainer.config import RunConfig
 from lordo.trainer.recipe import flat, load
 from lordo.trainer.settings import UsageError
@@ -16,7 +16,7 @@ from lordo.trainer.terminal import report
 
 # What may change while a run goes on: it decides how long and on what a run trains, and what is told; not what is learnt at a step.
 _OF_TRAIN = r"steps|eval_\w+|log_every|threads|device|checkpoint_every|keep_last|timeout_seconds|spike_\w+"
-MAY_CHANGE = re.compile(rf"name|workers|output|train\.({_OF_TRAIN})|compare\..*")
+MAY_CHANGE = re.compile(rf"name|workers|output|parallel\.\w+|train\.({_OF_TRAIN})|compare\..*")
 
 
 def is_restart() -> bool:
@@ -51,17 +51,17 @@ def check_may_go_on(config: RunConfig, folder: Path) -> None:
         raise UsageError(f"{folder} is finished: raise train.steps to train on, or leave --resume out to begin another run")
 
 
-def usable(folder: Path, ranks: Iterable[int], size: int) -> list[int]:
+def usable(folder: Path, shares: Iterable[Share]) -> list[int]:
     """Steps of the checkpoints from which some of the workers can go on, oldest first.
 
     Args:
-        folder: of the checkpoints. ranks: those workers, of `size`. What is damaged is told.
+        folder: of the checkpoints. shares: what those workers take up. What is damaged is told.
     """
     found = []
     for step in steps(folder):
         try:
-            for rank in ranks:
-                parts(folder, step, rank, size)
+            for share in shares:
+                parts(folder, step, share)
         except DamagedError as error:
             if step in complete(folder):
                 report(f"the checkpoint of step {step} is damaged ({error}): it is left aside")
@@ -87,18 +87,21 @@ def folder_to_resume(config: RunConfig, resume: bool | Path) -> Path | None:
     return path
 
 
-def usable_by_all(path: Path, workers: Comm) -> list[int]:
+def usable_by_all(path: Path, processes: Comm, share: Share) -> list[int]:
     """Steps of the checkpoints in a run's folder from which every process can go on, oldest first; the same on all of them.
+
+    Args:
+        path: the folder. processes: all of them. share: what this one takes up.
 
     Raises:
         UsageError: worker 0 could go on, but another one does not find what it needs on its machine.
     """
-    notes = workers.gather(usable(checkpoints(path), [workers.rank], workers.size))
-    common = sorted(set.intersection(*map(set, notes)))
-    if notes[0] and not common:
-        lacking = next(worker for worker, found in enumerate(notes) if not found)
+    workers, found_by = zip(*processes.gather((share.worker, usable(checkpoints(path), [share]))), strict=True)
+    common = sorted(set.intersection(*map(set, found_by)))
+    if found_by[0] and not common:
+        lacking = next(worker for worker, found in zip(workers, found_by, strict=True) if not found)
         raise UsageError(
-            f"worker {lacking} does not find its part of the checkpoint of step {notes[0][-1]} in {checkpoints(path).absolute()}: "
+            f"worker {lacking} does not find its part of the checkpoint of step {found_by[0][-1]} in {checkpoints(path).absolute()}: "
             "start it on the machine that wrote it; with another number of workers every machine needs all parts"
         )
     return common

@@ -54,9 +54,8 @@ class Handover(CheckpointTransport[Any]):  # type: ignore[misc]
         """Send a snapshot, and the Manager's own counters, to each worker that lacks it."""
         snapshot: Snapshot = state_dict["user"]["default"]
         tensors = {WEIGHTS: snapshot.weights, STATE: snapshot.state}
-        facts = {**snapshot.facts, "step": snapshot.step, "worker": snapshot.worker, "workers": snapshot.workers}
         shapes = [[file, name, str(t.dtype), list(t.shape)] for file, named in tensors.items() for name, t in named.items()]
-        header = json.dumps({"facts": facts, "shapes": shapes, "torchft": state_dict["torchft"]}).encode()
+        header = json.dumps({"facts": snapshot.all_facts, "shapes": shapes, "torchft": state_dict["torchft"]}).encode()
         message = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for worker in dst_ranks:
             for part in (torch.tensor([len(message)]), message, *(_bytes(t) for named in tensors.values() for t in named.values())):

@@ -18,10 +18,11 @@ from rich.console import Console
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lordo.sync import Comm, Group, WorkerError, simulate
+from lordo.sync import Comm, WorkerError, simulate
 from lordo.trainer.alike import on_first, prepare_alike
-from lordo.trainer.checkpoint import checkpoints, clear, complete
+from lordo.trainer.checkpoint import Share, checkpoints, clear, complete
 from lordo.trainer.config import RunConfig
+from lordo.trainer.devices import Joined, check_in_one_process, joined, put_together
 from lordo.trainer.folder import RunFolder
 from lordo.trainer.going_on import folder_to_resume, is_restart, usable, usable_by_all
 from lordo.trainer.loop import Outcome, train
@@ -63,9 +64,10 @@ def under_torchrun() -> bool:
 
 
 def _run_threads(config: RunConfig, console: Console, resume: bool | Path) -> Summary:
+    check_in_one_process(config)
     prepared = checked(lambda: prepare(config))
     path = folder_to_resume(config, resume)
-    steps = usable(checkpoints(path), range(config.workers), config.workers) if path else []
+    steps = usable(checkpoints(path), [Share(worker, config.workers) for worker in range(config.workers)]) if path else []
     folder = _begin(prepared, console, path, steps)
     stop = StopPoint()
     with signals_stop(stop, patient=False):
@@ -126,10 +128,13 @@ def available_cores() -> int:
 
 def _run_processes(config: RunConfig, console: Console, resume: bool | Path) -> Summary | None:
     world = int(os.environ["WORLD_SIZE"])
-    if world != config.workers:
+    devices = config.parallel.devices
+    if world != config.workers * devices:
+        of_devices = "" if devices == 1 else f" of {devices} devices each (parallel)"
+        fitting = "" if world % devices else f", or add --workers {world // devices}"
         raise UsageError(
-            f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}: "
-            f"start as many as there are workers, or add --workers {world}"
+            f"torchrun started {world} processes in all, but the recipe says workers = {config.workers}{of_devices}: "
+            f"start {config.workers * devices}{fitting}"
         )
     device = checked(lambda: pick_device(config.train.device))
     if device.type == "cuda":
@@ -163,22 +168,24 @@ def _watched(config: RunConfig, console: Console, resume: bool | Path, store: St
         settle_writers()
         return how_to_go_on(places[0]) if places else None
 
-    assert dist.group.WORLD is not None
-    workers = Group(dist.group.WORLD)
-    name = workers.gather(uuid.uuid4().hex)[0]  # not that of a watch before a restart
-    watch = Watch(PrefixStore(f"watch {name}", store), workers, config.train.timeout_seconds, last_words)
+    all_of_us = joined(config, pick_device(config.train.device).type, EXCHANGE_TIMEOUT)
+    name = all_of_us.processes.gather(uuid.uuid4().hex)[0]  # not that of a watch before a restart
+    watch = Watch(PrefixStore(f"watch {name}", store), all_of_us, config, last_words)
     failure: str | None = "an error of its own"
     try:
         with signals_stop(watch.stop_point, patient=True):
-            summary = _work_as_process(config, console, resume, workers, watch.stop_point, places)
+            summary = _work_as_process(config, console, resume, all_of_us, watch.stop_point, places)
         failure = None
         return summary
     except Interrupted:
         failure = None
         raise
-    except WorkerError as error:
+    except RuntimeError as error:  # of a collective; of fully_shard's own, too, to which torch has no other name
         failure = watch.blame()
-        told = WorkerError(f"{failure or error}; worker {workers.rank} was in step {watch.stop_point.step}, {watch.phase}")
+        if failure is None and not isinstance(error, WorkerError):
+            failure = str(error)
+            raise
+        told = WorkerError(f"{failure or error}; {watch.own_name} was in step {watch.stop_point.step}, {watch.phase}")
         if hint := last_words():
             told.add_note(hint)
         raise told from error
@@ -191,26 +198,28 @@ def _watched(config: RunConfig, console: Console, resume: bool | Path, store: St
 
 
 def _work_as_process(
-    config: RunConfig, console: Console, resume: bool | Path, workers: Group, stop: StopPoint, places: list[Path]
+    config: RunConfig, console: Console, resume: bool | Path, all_of_us: Joined, stop: StopPoint, places: list[Path]
 ) -> Summary | None:
-    prepared = prepare_alike(config, workers)
-    path = on_first(workers, lambda: folder_to_resume(config, resume))
-    steps = usable_by_all(path, workers) if path else []
-    folder = on_first(workers, lambda: _begin(prepared, console, path, steps), keep=True)
-    place = on_first(workers, lambda: folder.path if folder else None)
+    processes, workers, mesh = all_of_us.processes, all_of_us.workers, all_of_us.mesh
+    prepared = prepare_alike(config, processes)
+    path = on_first(processes, lambda: folder_to_resume(config, resume))
+    steps = usable_by_all(path, processes, all_of_us.share) if path else []
+    folder = on_first(processes, lambda: _begin(prepared, console, path, steps), keep=True)
+    place = on_first(processes, lambda: folder.path if folder else None)
     assert place is not None
     places.append(place)
     keeping = Keeping(checkpoints(place), steps[-1] if steps else None, report)
     with ExitStack() as stack:
         observer = stack.enter_context(observed(console, folder, config)) if folder else None
         stack.enter_context(telling_where(place))
-        outcome = train(prepared, workers, observer, keeping=keeping, stop=stop)
+        outcome = train(prepared, workers, observer, keeping=keeping, stop=stop, mesh=mesh)
     if outcome is None:
         raise _interrupted(stop, place)
+    model = outcome.model if mesh is None or workers.rank != 0 else put_together(outcome.model, config)
     if folder is None:
         return None
     summary = summarize(prepared, outcome, workers, at_once=None)
-    folder.finish(summary, outcome.model)
+    folder.finish(summary, model)
     _tell_end(summary, folder, console)
     return summary
 

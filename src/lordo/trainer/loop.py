@@ -11,13 +11,16 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from lordo.lowrank import overlap
+from lordo.lowrank import common_share
 from lordo.optimizer import DistributedOptimizer
+from lordo.shards import cut_side
 from lordo.sync import Comm
+from lordo.sync.dtensors import whole
 from lordo.trainer.data import spread
-from lordo.trainer.eras import Era, bytes_sent, sent_since
+from lordo.trainer.eras import Era, bytes_sent, sent_since, stretches
 from lordo.trainer.evaluate import Evaluation, evaluate
 from lordo.trainer.measure import Measure
 from lordo.trainer.mix import Mix
@@ -45,13 +48,20 @@ class Outcome:
 
 
 def train(
-    prepared: Prepared, workers: Comm, observer: Observer | None = None, *, keeping: Keeping, stop: StopPoint | None = None
+    prepared: Prepared,
+    workers: Comm,
+    observer: Observer | None = None,
+    *,
+    keeping: Keeping,
+    stop: StopPoint | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Outcome | None:
-    """Train as one worker.
+    """Train as one worker, or as one device of a worker.
 
     Args:
         prepared: the run. workers: this worker's connection to the others. observer: told of the progress, on worker 0.
         keeping: where its checkpoints go, and from which it goes on. stop: asked before each step whether to go on.
+        mesh: the devices of this worker, if there are several.
 
     Returns:
         What it has at the end; None if it was asked to stop, and has left a checkpoint.
@@ -60,7 +70,7 @@ def train(
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     device = pick_device(config.train.device)
-    model, _, optimizer = build(config, prepared.method, workers, device)
+    model, _, optimizer = build(config, prepared.method, workers, device, mesh)
     saver = Saver(keeping, config, model, optimizer)
     place = saver.restore()
     optimizer.start()
@@ -98,6 +108,7 @@ class Loop:
         self.device = next(model.parameters()).device
         self.sequences = self.config.sequences_per_worker
         self.validation = spread(prepared.splits.validation, self.config.train.eval_sequences)
+        self.lowrank = [p for _, p, _ in optimizer.named_members() if "basis" in optimizer.state[p]]
         self.measure = Measure(optimizer, self.is_told, going_on=place.round)
         self.spiked_at: int | None = None  # the first step of the round that this worker left out for its loss
         self.times_back: Counter[int] = Counter()  # how often the run went back to the checkpoint of a step
@@ -107,7 +118,8 @@ class Loop:
         """Go on from a place, with the workers there are now."""
         self.place = place
         self.loss, self.norm = torch.tensor(place.loss), torch.tensor(place.gradient_norm)
-        earlier = [(era.workers, era.used) for era in place.eras]
+        earlier = stretches(place.eras)
+        self.read_before = earlier.pop()[1] if earlier and earlier[-1][0] == self.workers.size else 0
         self.text = Mix(self.prepared.splits.train, self.workers.rank, self.workers.size, self.config.seed, earlier=earlier)
         read = sum(era.used * era.workers for era in place.eras) + place.ahead * self.workers.size
         self.tokens_before = read * self.config.data.sequence_length
@@ -163,7 +175,8 @@ class Loop:
     def era(self) -> Era:
         """The present stretch with this number of workers."""
         sent = sent_since(self.workers, self.place.moved)
-        return Era(self.workers.size, self.place.start, self.place.step, self.sequences, sent, self.place.ahead)
+        shards = self.workers.inside.size
+        return Era(self.workers.size, self.place.start, self.place.step, self.sequences, sent, self.place.ahead, shards=shards)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the averaged model is evaluated after a step."""
@@ -180,8 +193,10 @@ class Loop:
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Optimizer step number t on the next batch: its loss, and the gradient's norm before clipping."""
-        tokens = self.text.batch(self.place.position(step, self.sequences), self.sequences).to(self.device)
-        loss = self.gradients(tokens)
+        own, inside = self.config.sequences_per_device, self.workers.inside
+        position = self.read_before + self.place.position(step, self.sequences) + inside.device * own
+        tokens = self.text.batch(position, own).to(self.device)
+        loss = inside.mean(self.gradients(tokens))
         factor = self.config.train.spike_factor
         if factor is not None and is_spike(float(loss), self.place.losses, factor):
             self.leave_out(step, float(loss))
@@ -190,7 +205,7 @@ class Loop:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss, norm
+        return loss, whole(norm)
 
     def leave_out(self, step: int, loss: float) -> None:
         """Take this worker's gradients out of a step: it is counted, weights and moments stay, and a synchronisation has its share."""
@@ -198,7 +213,8 @@ class Loop:
         self.place.spikes += 1
         self.spiked_at = self.spiked_at or step
         usual = median(self.place.losses)
-        self.saver.keeping.report(f"worker {self.workers.rank} leaves step {step} out: its loss was {loss:.3f}, {usual:.3f} is usual")
+        if self.workers.inside.device == 0:
+            self.saver.keeping.report(f"worker {self.workers.rank} leaves step {step} out: its loss was {loss:.3f}, {usual:.3f} is usual")
 
     def goes_back(self) -> bool:
         """At the end of a round: whether all went back to a checkpoint, since the loss of one of them was out of proportion in it.
@@ -213,7 +229,7 @@ class Loop:
         self.spiked_at = None
         if not seen:
             return False
-        (step, worker), tell = min(seen), self.workers.rank == 0
+        (step, worker), tell = min(seen), self.workers.is_first
         target = self.saver.last_before(step, from_step=place.start)
         if target is None:
             if tell:
@@ -256,13 +272,13 @@ class Loop:
 
     def bases(self) -> list[torch.Tensor]:
         """Bases of all low-rank weights, sorted by name."""
-        states = [self.optimizer.state[p] for _, p, _ in self.optimizer.named_members()]
-        return [state["basis"] for state in states if "basis" in state]
+        return [self.optimizer.state[p]["basis"] for p in self.lowrank]
 
     def log(self, evaluation: Evaluation | None) -> None:
         """Gather the workers' losses, and tell the observer."""
         notes = self.workers.gather((float(self.loss), *self.lost()))
         now, step = time.perf_counter(), self.place.step
+        bases = self.about_bases() if self.workers.rank == 0 else {}
         sent = bytes_sent((*self.place.eras, self.era()))
         tokens_per_step = self.workers.size * self.sequences * self.config.data.sequence_length
         if self.observer is not None:
@@ -287,15 +303,17 @@ class Loop:
                     validation_loss=evaluation.loss if evaluation else None,
                     perplexity=evaluation.perplexity if evaluation else None,
                     sync=self.measure.take(),
-                    **self.about_bases(),
+                    **bases,
                 )
             )
         self.logged_at, self.logged_step = now, step
 
     def about_bases(self) -> dict[str, Any]:
-        """How far the bases have moved."""
+        """How far the bases have moved; all devices of a worker together."""
         report = self.optimizer.report
-        now = [overlap(first, basis) for first, basis in zip(self.place.first_bases, self.bases(), strict=True)]
+        changes = [first.mT @ basis for first, basis in zip(self.place.first_bases, self.bases(), strict=True)]
+        self.optimizer.sum_inside([change for change, p in zip(changes, self.lowrank, strict=True) if cut_side(p) == "rows"])
+        now = [common_share(change) for change in changes]
         return {
             "overlap": report.overlap,
             "overlap_with_first": sum(now) / len(now) if now else None,

@@ -11,8 +11,9 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, project
+from lordo.lowrank import project
 from lordo.optimizer import DistributedOptimizer
+from lordo.shards import canonical_part, cut_side, local
 from lordo.sync.wire import sent_bytes, wire_dtype
 
 # Weights whose values are compared between workers: enough to know a distance to about one percent.
@@ -59,7 +60,7 @@ class Round:
 
 @dataclass
 class _Note:
-    """What a worker has seen between its local step and the synchronisation."""
+    """What a worker has seen between its local step and the synchronisation; the weights: of one device, the rest of all of them."""
 
     inside: float
     whole: float
@@ -80,16 +81,18 @@ class Measure:
         self.optimizer, self.is_told = optimizer, is_told
         self.latest: SyncMeasures | None = None
         self._members = [p for _, p, _ in optimizer.named_members()]
-        total = sum(p.numel() for p in self._members)
-        self._places = [_places(i, p.numel(), total) for i, p in enumerate(self._members)]
+        sizes = [local(p.detach()).numel() for p in self._members]
+        self._places = [_places(i, size, sum(sizes)) for i, size in enumerate(sizes)]
         self._note: _Note | None = None
         optimizer.local_step_hooks.append(self._look)
         self.go_back(going_on)
 
     def go_back(self, going_on: Round | None) -> None:
-        """Stand in the middle of a round, or (None) at the beginning of one."""
+        """Stand in the middle of a round that is known, or (None) of one that is not, unless it begins here."""
         self._note = self.latest = None
         self._begin_round()
+        if self.optimizer.steps_taken % self.optimizer.round_steps:
+            self._start = torch.empty(0)
         if going_on is not None:
             self._start, self._moved, self.latest = going_on.start, Counter(going_on.moved), going_on.latest
 
@@ -119,7 +122,7 @@ class Measure:
     def _sample(self) -> Tensor:
         """The sampled weights, (about SAMPLED_WEIGHTS,) float32 on the CPU."""
         return torch.cat(
-            [p.detach().view(-1)[places.to(p.device)].float() for p, places in zip(self._members, self._places, strict=True)]
+            [local(p.detach()).reshape(-1)[places.to(p.device)].float() for p, places in zip(self._members, self._places, strict=True)]
         ).cpu()
 
     def _is_due(self, step: int) -> bool:
@@ -131,17 +134,35 @@ class Measure:
     def _look(self) -> None:
         if not self._is_due(self.optimizer.steps_taken):
             return
-        inside = whole = 0.0
-        errors: list[Tensor] = []
+        squares = torch.zeros(3, dtype=torch.float64)  # of what the basis holds of the gradients, of the gradients, of the errors
+        has_errors = False
         for p in self._members:
             state = self.optimizer.state[p]
             if "basis" not in state or p.grad is None:
                 continue
-            gradient = canonical(p.grad).to(wire_dtype(p.dtype))
-            whole += float(gradient.square().sum())
-            inside += float(project(state["basis"].to(gradient.dtype), gradient).square().sum())
-            errors += [self.optimizer.error_of(p).square().sum()] if "error" in state else []
-        self._note = _Note(inside, whole, float(sum(errors)) if errors else None, self._sample())
+            gradient = canonical_part(p.grad, p).to(wire_dtype(p.dtype))
+            squares[0] += self._held(p, gradient, state["basis"].to(gradient.dtype)).cpu()
+            squares[1] += gradient.square().sum().cpu()
+            if "error" in state:
+                squares[2] += self.optimizer.error_of(p).square().sum().cpu()
+                has_errors = True
+        held, whole, error = self._over_devices(squares)
+        self._note = _Note(held, whole, error if has_errors else None, self._sample())
+
+    def _held(self, p: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
+        """‖QᵀG‖² of a weight; where devices share it, this device's part of that."""
+        projected = project(basis, gradient)
+        if cut_side(p) != "rows":
+            return projected.square().sum()
+        self.optimizer.sum_inside([projected])  # and now each of them has all of it
+        return projected.square().sum() / self.optimizer.workers.inside.size
+
+    def _over_devices(self, numbers: Tensor) -> list[float]:
+        """Sums over the devices that share this worker's weights."""
+        device = self._members[0].device
+        on_device = numbers.to(device)
+        self.optimizer.sum_inside([on_device])
+        return [float(number) for number in on_device.cpu()]
 
     def stepped(self, step: int) -> None:
         """After optimizer step t: gather what the workers saw, if it is told; and begin a new round, if this step ended one."""
@@ -168,8 +189,19 @@ class Measure:
             bytes_sent={tag: sent_bytes(amount, workers.size) for tag, amount in sorted(moved.items()) if amount},
             gradient_share=sum(note.inside for note in notes) / whole if whole else None,
             error_norm=mean(errors) ** 0.5 if errors else None,
-            spread=_spread([note.weights for note in notes], self._start),
+            spread=self._spread([note.weights for note in notes]),
         )
+
+    def _spread(self, weights: list[Tensor]) -> float | None:
+        """See `SyncMeasures.spread`; None for a worker alone, where nothing moved, or where the start is not known."""
+        if not self._start.numel() or len(weights) == 1:
+            return None
+        stacked = torch.stack(weights).double()
+        center = stacked.mean(dim=0)
+        apart = (stacked - center).square().sum(dim=1).mean()
+        moved = (center - self._start.double()).square().sum()
+        apart_squared, moved_squared = self._over_devices(torch.stack([apart, moved]))
+        return (apart_squared / moved_squared) ** 0.5 if moved_squared else None
 
     def take(self) -> SyncMeasures | None:
         """The synchronisation since the last call, if there was one."""
@@ -183,14 +215,3 @@ def _places(number: int, numel: int, total: int) -> Tensor:
     if count == numel:
         return torch.arange(numel)
     return torch.randint(numel, (count,), generator=torch.Generator().manual_seed(number))
-
-
-def _spread(weights: list[Tensor], start: Tensor) -> float | None:
-    """See `SyncMeasures.spread`; None for a worker alone, where nothing moved, or where the start is not known."""
-    if not start.numel():
-        return None
-    stacked = torch.stack(weights).double()
-    center = stacked.mean(dim=0)
-    moved = float((center - start.double()).norm())
-    apart = float((stacked - center).square().sum(dim=1).mean().sqrt())
-    return apart / moved if len(weights) > 1 and moved else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from lordo.accounting import Weight, on_device, state_bytes
 from lordo.methods import Method
-from lordo.trainer.config import RunConfig
+from lordo.trainer.config import ParallelConfig, RunConfig
 
 LOGITS_COPIES = 2
 """The logits in float32 and their gradient are there at the same time."""
@@ -20,7 +20,7 @@ LOGITS_COPIES = 2
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes one worker needs at the least.
+    """Bytes one worker needs at the least, or one of its devices.
 
     weights, gradients, state: what is there all the time. logits: of one part of the batch; the layers' activations come on top.
     host: beside these, in the memory of the machine whose GPU trains.
@@ -50,13 +50,19 @@ def gigabytes(size: int) -> str:
 
 
 def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], config: RunConfig, device: torch.device) -> Need:
-    """What one worker of a run needs on a device."""
-    size = sum(weight.numel * weight.dtype.itemsize for weight in weights)
+    """What one worker of a run needs on a device, or one of its devices; layers that are gathered for a moment come on top then."""
+    weights = parts_of(weights, config.parallel)
+    size = sum(weight.part_numel * weight.dtype.itemsize for weight in weights)
     vocabulary = max((max(weight.shape) for weight in weights if len(weight.shape) == 2), default=1)  # the embedding is the longest matrix
-    tokens = config.sequences_per_worker // config.batch.accumulate * config.data.sequence_length
+    tokens = config.sequences_per_device // config.batch.accumulate * config.data.sequence_length
     held = state_bytes(method, weights, settings, device=device.type)
     state = on_device(held)
     return Need(size, size, state, LOGITS_COPIES * 4 * tokens * vocabulary, host=held.total() - state)
+
+
+def parts_of(weights: Sequence[Weight], parallel: ParallelConfig) -> list[Weight]:
+    """What the first device of a worker has of its weights; its parts are the largest."""
+    return [replace(weight, shards=parallel.shards) for weight in weights]
 
 
 def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:
@@ -69,8 +75,9 @@ def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:
     workers, together = needed_here(needed, config, device)
     if there is not None and together > there:
         place = "GPU" if device.type == "cuda" else "machine"
+        what = "workers" if config.parallel.devices == 1 else "devices of workers"
         raise ValueError(
-            f"{workers} workers on one {place} need {gigabytes(together)} at least (each: {needed}), but "
+            f"{workers} {what} on one {place} need {gigabytes(together)} at least (each: {needed}), but "
             f"{gigabytes(there)} of memory are free: take a smaller model, a larger batch.accumulate, or workers on several machines"
         )
 

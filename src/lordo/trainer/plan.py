@@ -24,8 +24,8 @@ NOTES = """\
 Per worker, on average. T steps of M workers with K steps between synchronisations; N bytes averaged cost a ring all-reduce of
 2 (M−1)/M · N, a basis costs a broadcast of (M−1)/M · its bytes. Memory is weights, gradients and optimizer state; activations
 come on top. Seconds = compute + bytes · 8 / bandwidth, without latency; compute of a step = 6 · parameters · tokens / ({tflops:g} · 10¹²
-per second). With --shards everything is of one device of a worker, the first, whose parts are the largest; what fully_shard sends is not
-counted. With sync_overlap, averages cost what they take longer than the steps they overlap: of computing and sending the larger."""
+per second). Where a worker is several devices everything is of one of them, the first, whose parts are the largest; what fully_shard sends
+is not counted. With sync_overlap, averages cost what they take longer than the steps they overlap: of computing and sending the larger."""
 
 BREAK_EVEN_NOTES = """\
 One average of parameters and moments, waited for: below this bandwidth the bytes saved are worth more than the time of encoding and
@@ -86,7 +86,7 @@ def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: fl
     sent = traffic(method, weights, settings, steps=steps, num_workers=workers, final_average=True).total()
     state = on_device(state_bytes(method, weights, settings, device="cpu" if config.train.device == "cpu" else "cuda"))
     tokens = config.sequences_per_worker * config.data.sequence_length
-    each_step = step_seconds(weights, tokens, flops) / shards
+    each_step = step_seconds(weights, tokens, flops) / (shards * config.parallel.replicate)
     load = load_of(method, weights, settings, steps=steps, num_workers=workers)
     return Plan(
         method=method.name,
@@ -119,15 +119,16 @@ def main(arguments: list[str]) -> int:
     config, asked = parser().read(arguments)
     try:
         methods = [find(name) for name in (asked.methods.split(",") if asked.methods else METHODS)]
-        check_whole("--shards", asked.shards)
-        if asked.shards > 1 and not asked.methods:
+        shards = config.parallel.shards if asked.shards is None else asked.shards
+        check_whole("--shards", shards)
+        if shards * config.parallel.replicate > 1 and not asked.methods:
             methods = [method for method in methods if method.basis_from in (None, "sync")]
         links = asked.bandwidth.split(",")
         if asked.tflops <= 0:
             raise ValueError(f"--tflops must be above zero; got {asked.tflops:g}")
         speeds = [bandwidth(link) for link in links]
         flops = asked.tflops * 1e12
-        plans = [plan(config, method, bits_per_second=speeds[0], flops=flops, shards=asked.shards) for method in methods]
+        plans = [plan(config, method, bits_per_second=speeds[0], flops=flops, shards=shards) for method in methods]
         first = outline(config)
         if asked.break_even and not (first.method.averages and config.workers > 1):
             raise ValueError(
@@ -137,7 +138,8 @@ def main(arguments: list[str]) -> int:
         raise UsageError(str(error)) from error
     console = wide_console()
     numel = sum(w.numel for w in first.weights)
-    devices = f" of {asked.shards} devices" if asked.shards > 1 else ""
+    num_devices = shards * config.parallel.replicate
+    devices = f" of {num_devices} devices" if num_devices > 1 else ""
     console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers{devices}, {config.train.steps} steps", highlight=False)
     console.print(first.groups.table(), highlight=False, soft_wrap=True)
     for link, speed in zip(links, speeds, strict=True):
@@ -194,7 +196,7 @@ def parser() -> RecipeParser:
     p.add_argument("--bandwidth", default="1Gbps", metavar="B,B", help="links to plan for (default: 1Gbps)")
     p.add_argument("--methods", metavar="A,B", help="methods to plan (default: all)")
     p.add_argument(
-        "--shards", type=int, default=1, metavar="N", help="devices of a worker, each with its part of every weight (default: 1)"
+        "--shards", type=int, metavar="N", help="devices of a worker, each with its part of every weight (default: the recipe's)"
     )
     p.add_argument("--break-even", action="store_true", help="the bandwidth under which each wire format pays for its own compute")
     p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")

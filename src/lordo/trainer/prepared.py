@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lordo.accounting import Weight, weights_of
@@ -19,6 +20,7 @@ from lordo.trainer.compiling import check_compiles
 from lordo.trainer.config import RunConfig
 from lordo.trainer.data import VOCABULARY, spread
 from lordo.trainer.data_config import DataConfig
+from lordo.trainer.devices import cut_over
 from lordo.trainer.memory import check_memory, need
 from lordo.trainer.mix import Mix
 from lordo.trainer.models import build_model, check_fits
@@ -81,6 +83,8 @@ def outline(config: RunConfig, *, vocabulary: int | None = None) -> Outline:
         for phase in config.phase:  # refuses what the method does not have or its step cannot use
             optimizer.change_settings(**changes_at(phase.from_step, config))
     _check_rank(config, groups)
+    if config.parallel.devices > 1 and any(route.rank is not None for route in groups.routes):
+        method.check_parts(optimizer.defaults)
     if vocabulary is None and not config.data.mix:
         vocabulary = VOCABULARY
     check_fits(model, vocabulary=vocabulary, sequence_length=config.data.sequence_length)
@@ -97,16 +101,24 @@ def _check_rank(config: RunConfig, groups: ParamGroups) -> None:
 
 
 def build(
-    config: RunConfig, method: Method, workers: Comm, device: str | torch.device = "meta"
+    config: RunConfig, method: Method, workers: Comm, device: str | torch.device = "meta", mesh: DeviceMesh | None = None
 ) -> tuple[PreTrainedModel, ParamGroups, DistributedOptimizer]:
-    """Model, parameter groups and optimizer of one worker."""
+    """Model, parameter groups and optimizer of one worker, or of one of several devices of a worker.
+
+    Args:
+        config, method: of the run. workers: the connection to the others. device: of this process. mesh: the devices of the worker, if
+            there are several.
+    """
     given = config.method.settings()
     settings = method.resolve({"lr": config.method.lr, **given})
     dtype = torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
     built = build_model(config.model, seed=config.seed, pretrained=str(device) != "meta")
-    model: PreTrainedModel = built.to(device, dtype)  # type: ignore[arg-type]
-    if config.model.compile is not None and str(device) != "meta":
-        model.compile(backend=config.model.compile)  # in place: names stay as they are; workers of one process share what is compiled
+    if mesh is not None:
+        model = cut_over(built.to(dtype), mesh, backend=config.model.compile)  # type: ignore[arg-type]
+    else:
+        model = built.to(device, dtype)  # type: ignore[arg-type]
+        if config.model.compile is not None and str(device) != "meta":
+            model.compile(backend=config.model.compile)  # in place: names stay as they are; workers of one process share what is compiled
     groups = param_groups(model, rank=settings["rank"])
     optimizer = DistributedOptimizer(groups, method, workers=workers, lr=config.method.lr, **given)
     return model, groups, optimizer

@@ -1,4 +1,4 @@
-"""What of a worker is saved, and a worker put back to where it was saved."""
+"""What of a worker is saved, and a worker put back to where it was saved; of one device of it, where several share its weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lordo.optimizer import DistributedOptimizer
+from lordo.shards import cut_dim, local, state_cut
 from lordo.sync import Comm
+from lordo.sync.dtensors import as_dtensor, own_part
 from lordo.sync.rules import SyncReport
-from lordo.trainer.checkpoint import STATE, WEIGHTS, Part, Snapshot
+from lordo.trainer.checkpoint import STATE, WEIGHTS, Part, Share, Snapshot
 from lordo.trainer.data import stable_hash
 from lordo.trainer.eras import Era, from_json, sent_since, to_json
 from lordo.trainer.measure import Round, SyncMeasures
@@ -54,6 +56,11 @@ class Place:
         return (step - 1 - self.start) * sequences + self.ahead
 
 
+def share_of(workers: Comm) -> Share:
+    """Which part of a checkpoint is this device's."""
+    return Share(workers.rank, workers.size, workers.inside.rank, workers.inside.size)
+
+
 def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimizer, *, sequences: int, for_all: bool = False) -> Snapshot:
     """A copy, in CPU memory, of all that this worker needs to go on to the bit.
 
@@ -66,10 +73,7 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
     state |= {f"first_basis/{i}": basis for i, basis in enumerate(place.first_bases)}
     if place.round is not None:
         state["round/start"] = place.round.start
-    state["random/cpu"] = torch.get_rng_state()
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        state["random/cuda"] = torch.cuda.get_rng_state(device)
+    state |= _random_states(model, workers)
     facts = {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         "eras": to_json(place.eras),
@@ -89,8 +93,8 @@ def snapshot(place: Place, model: PreTrainedModel, optimizer: DistributedOptimiz
         "loss": place.loss,
         "gradient_norm": place.gradient_norm,
     }
-    worker, size = (0, 1) if for_all else (workers.rank, workers.size)
-    return Snapshot(place.step, worker, size, _copied(_weights(model)), _copied(state), facts)
+    share = Share(0, 1) if for_all else share_of(workers)
+    return Snapshot(place.step, share, _copied(_weights(model)), _copied(state), facts, _cuts(model, optimizer))
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -103,38 +107,62 @@ def _optimizer_state(optimizer: DistributedOptimizer) -> list[tuple[str, Tensor]
     return [(f"{name}.{key}", tensor) for name, p, _ in optimizer.named_members() for key, tensor in optimizer.state[p].items()]
 
 
+def _cuts(model: PreTrainedModel, optimizer: DistributedOptimizer) -> dict[str, int]:
+    """Along which side the devices of a worker share a tensor, by its name; those that they do not share are left out."""
+    cuts: dict[str, int | None] = {name: cut_dim(tensor) for name, tensor in _weights(model).items()}
+    for name, p, _ in optimizer.named_members():
+        state = optimizer.state[p]
+        cuts |= {f"optimizer/{name}.{key}": state_cut(key, p, lowrank="basis" in state) for key in state}
+    cuts |= {f"first_basis/{i}": state_cut("basis", p, lowrank=True) for i, p in enumerate(_with_bases(optimizer))}
+    return {name: dim for name, dim in cuts.items() if dim is not None}
+
+
+def _with_bases(optimizer: DistributedOptimizer) -> list[Tensor]:
+    """The low-rank weights, sorted by name."""
+    return [p for _, p, _ in optimizer.named_members() if "basis" in optimizer.state[p]]
+
+
+def _random_states(model: PreTrainedModel, workers: Comm) -> dict[str, Tensor]:
+    """The states of torch's generators: (replicas, …), since of those one alone writes."""
+    states = {"random/cpu": torch.get_rng_state()}
+    device, replicas = next(model.parameters()).device, workers.inside.replicas
+    if device.type == "cuda":
+        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    of_each = [states] if replicas is None else replicas.gather(states)
+    return {name: torch.stack([each[name] for each in of_each]) for name in states}
+
+
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    return {name: local(t.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()}
 
 
 def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: DistributedOptimizer) -> Place:
     """Put a worker back to where a checkpoint was taken, or into its share of one of another number of workers.
 
     Args:
-        parts: this worker's own, or those of all workers if there were more or fewer then. model, optimizer: built as for a new run.
+        parts: as `checkpoint.parts` gives them for this device. model, optimizer: built as for a new run.
 
     Returns:
         Where the run stands.
     """
-    workers = optimizer.workers
+    workers, share = optimizer.workers, share_of(optimizer.workers)
     facts = parts[0].facts
-    same = facts["workers"] == workers.size
+    same = facts["workers"] == share.workers
+    same_devices = facts["shards"] == share.shards
     own = parts[0] if same else parts[workers.rank % len(parts)]
-    weights = {name: own.tensor(WEIGHTS, name) for name in own.names(WEIGHTS)} if same else merged_weights(parts)
-    with torch.no_grad():
-        for name, tensor in _weights(model).items():
-            tensor.copy_(weights[name])
-    names = [name for name in own.names(STATE) if name.startswith("optimizer/")]
-    state = {name: own.tensor(STATE, name) for name in names} if same else merged_state(parts, workers.rank)
-    optimizer.load_state_dict(_state_dict(optimizer, state, own.facts["groups"] if same else _merged_groups(parts, workers)))
+    is_part = same and same_devices and share.shards > 1  # what is read is no whole tensor
+    _write_weights(model, _read(own, WEIGHTS) if same else merged_weights(parts), are_parts=is_part)
+    state = _read(own, STATE, "optimizer/") if same else merged_state(parts, workers.rank)
+    groups = own.facts["groups"] if same else _merged_groups(parts, workers)
+    optimizer.load_state_dict(_state_dict(optimizer, state, groups, are_parts=is_part))
     optimizer.report = SyncReport(**_untupled(own.facts["report"]))
-    _restore_random(own, model, as_saved=same or workers.rank < len(parts), worker=workers.rank)
+    _restore_random(own, model, workers, as_saved=same_devices and (same or workers.rank < len(parts)))
     workers.moved = Counter(facts["moved"])
     eras, start, moved, ahead = from_json(facts["eras"]), facts["start"], facts["moved_at_start"], facts["ahead"]
-    if same:
+    if same and same_devices:
         workers.seconds.update(facts["timed"])
     elif facts["step"] > start:
-        eras = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"], ahead))
+        eras = (*eras, Era(facts["workers"], start, facts["step"], facts["sequences"], facts["sent"], ahead, shards=facts["shards"]))
         start, moved, ahead = facts["step"], facts["moved"], 0
     return Place(
         step=facts["step"],
@@ -145,21 +173,35 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
         seconds=facts["seconds"],
         loss=own.facts["loss"],
         gradient_norm=own.facts["gradient_norm"],
-        first_bases=_first_bases(own, optimizer),
-        round=_round(own) if same else None,
+        first_bases=_first_bases(own, optimizer, are_parts=is_part),
+        round=_round(own) if same and same_devices else None,
         losses=own.facts["losses"],
         spikes=own.facts["spikes"] if same else sum(parts[i].facts["spikes"] for i in _counted(parts, workers)),
     )
 
 
-def _state_dict(optimizer: DistributedOptimizer, state: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _read(part: Part, file: str, beginning: str = "") -> dict[str, Tensor]:
+    return {name: part.tensor(file, name) for name in part.names(file) if name.startswith(beginning)}
+
+
+@torch.no_grad()
+def _write_weights(model: PreTrainedModel, values: Mapping[str, Tensor], *, are_parts: bool) -> None:
+    for name, tensor in _weights(model).items():
+        local(tensor).copy_(values[name] if are_parts else own_part("weight", values[name], tensor, lowrank=False))
+
+
+def _state_dict(
+    optimizer: DistributedOptimizer, state: Mapping[str, Tensor], groups: list[dict[str, Any]], *, are_parts: bool
+) -> dict[str, Any]:
     """As `optimizer.load_state_dict` takes it."""
     ids = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     by_parameter: dict[int, dict[str, Tensor]] = {}
-    names = {name: ids[id(p)] for name, p, _ in optimizer.named_members()}
+    members = {name: p for name, p, _ in optimizer.named_members()}
     for full, tensor in state.items():
         name, _, key = full.removeprefix("optimizer/").rpartition(".")
-        by_parameter.setdefault(names[name], {})[key] = tensor
+        p = members[name]
+        value = as_dtensor(key, tensor, p, lowrank="basis" in optimizer.state[p]) if are_parts else tensor
+        by_parameter.setdefault(ids[id(p)], {})[key] = value
     numbers = iter(range(len(ids)))
     return {
         "state": by_parameter,
@@ -191,15 +233,17 @@ def _counted(parts: Sequence[Part], workers: Comm) -> list[int]:
     return own + list(range(workers.size, len(parts))) if workers.rank == 0 else own
 
 
-def _restore_random(part: Part, model: PreTrainedModel, *, as_saved: bool, worker: int) -> None:
-    """Put torch's generators back, or give a worker that is new its own."""
-    if not as_saved:
-        torch.manual_seed(stable_hash("new worker", part.facts["step"], worker) % 2**63)
+def _restore_random(part: Part, model: PreTrainedModel, workers: Comm, *, as_saved: bool) -> None:
+    """Put torch's generators back, or give a device that is new its own."""
+    replica = workers.inside.replicas.rank if workers.inside.replicas else 0
+    states = part.tensor(STATE, "random/cpu")
+    if not as_saved or replica >= len(states):
+        torch.manual_seed(stable_hash("new worker", part.facts["step"], workers.rank, workers.inside.device) % 2**63)
         return
-    torch.set_rng_state(part.tensor(STATE, "random/cpu").clone())
+    torch.set_rng_state(states[replica].clone())
     device = next(model.parameters()).device
     if device.type == "cuda" and "random/cuda" in part.names(STATE):
-        torch.cuda.set_rng_state(part.tensor(STATE, "random/cuda").clone(), device)
+        torch.cuda.set_rng_state(part.tensor(STATE, "random/cuda")[replica].clone(), device)
 
 
 def _round(part: Part) -> Round | None:
@@ -210,7 +254,11 @@ def _round(part: Part) -> Round | None:
     return Round(part.tensor(STATE, "round/start").clone(), facts["moved"], latest)
 
 
-def _first_bases(part: Part, optimizer: DistributedOptimizer) -> tuple[Tensor, ...]:
-    bases = [optimizer.state[p]["basis"] for _, p, _ in optimizer.named_members() if "basis" in optimizer.state[p]]
-    saved = {name for name in part.names(STATE) if name.startswith("first_basis/")}
-    return tuple(part.tensor(STATE, f"first_basis/{i}").to(basis.device, copy=True) for i, basis in enumerate(bases) if saved)
+def _first_bases(part: Part, optimizer: DistributedOptimizer, *, are_parts: bool) -> tuple[Tensor, ...]:
+    if not any(name.startswith("first_basis/") for name in part.names(STATE)):
+        return ()
+    bases = []
+    for i, p in enumerate(_with_bases(optimizer)):
+        saved = part.tensor(STATE, f"first_basis/{i}")
+        bases.append((saved if are_parts else own_part("basis", saved, p, lowrank=True)).to(p.device, copy=True))
+    return tuple(bases)

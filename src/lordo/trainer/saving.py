@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from lordo.finite import first_nonfinite
 from lordo.optimizer import DistributedOptimizer
-from lordo.trainer.checkpoint import parts, remove
+from lordo.shards import local
+from lordo.trainer.checkpoint import parts
 from lordo.trainer.config import RunConfig
-from lordo.trainer.resume import Place, restore, snapshot
+from lordo.trainer.resume import Place, restore, share_of, snapshot
 from lordo.trainer.writer import Writer
 
 
@@ -44,26 +45,24 @@ class Saver:
 
     def restore(self) -> Place:
         """Where the run stands: at its beginning, or, the worker being put back, at the checkpoint to go on from."""
-        step, workers = self.keeping.from_step, self.optimizer.workers
+        step, share = self.keeping.from_step, share_of(self.optimizer.workers)
         if step is None:
             return Place()
-        place = restore(parts(self.keeping.folder, step, workers.rank, workers.size), self.model, self.optimizer)
+        place = restore(parts(self.keeping.folder, step, share), self.model, self.optimizer)
         self.writer.found(step)
         return place
 
     def last_before(self, step: int, *, from_step: int) -> int | None:
         """The last checkpoint from `from_step` on, before a step, of which all parts are on disk. All workers together."""
         self.writer.settle()
-        notes = self.optimizer.workers.gather(self.writer.written)
+        notes = self.optimizer.workers.gather_all(self.writer.written)
         return max((each for each in set.intersection(*map(set, notes)) if from_step <= each < step), default=None)
 
     def go_back(self, step: int) -> Place:
         """Put the worker back to a checkpoint, and remove its later ones."""
-        workers, folder = self.optimizer.workers, self.writer.folder
-        place = restore(parts(folder, step, workers.rank, workers.size), self.model, self.optimizer)
+        place = restore(parts(self.writer.folder, step, share_of(self.optimizer.workers)), self.model, self.optimizer)
         for later in [each for each in self.writer.written if each > step]:
-            remove(folder, later, workers.rank)
-            self.writer.written.remove(later)
+            self.writer.remove(later)
         self.writer.complete = self.saved_step = step
         return place
 
@@ -78,10 +77,10 @@ class Saver:
 
     def _save(self, place: Place) -> None:
         workers = self.optimizer.workers
-        ruined = workers.gather(first_nonfinite((name, p.detach()) for name, p, _ in self.optimizer.named_members()))
-        for worker, name in enumerate(ruined):
+        ruined = first_nonfinite((name, local(p.detach())) for name, p, _ in self.optimizer.named_members())
+        for worker, name in workers.gather_all((workers.rank, ruined)):
             if name is not None:
-                if workers.rank == 0:
+                if workers.is_first:
                     self.keeping.report(f"no checkpoint of step {place.step}: '{name}' of worker {worker} is not finite")
                 return
         self.writer.write(snapshot(place, self.model, self.optimizer, sequences=self.sequences))

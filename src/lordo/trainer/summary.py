@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lordo.methods import METHODS, Method
 from lordo.sync import Comm
 from lordo.trainer.eras import Era, bytes_sent
 from lordo.trainer.loop import Outcome
+from lordo.trainer.memory import parts_of
 from lordo.trainer.prepared import Prepared
 
 SHARED_WORK = ("basis refresh", "encoding", "communication", "evaluation")  # what is timed beside compute
@@ -37,6 +38,7 @@ class Summary:
         seconds: of the training, split into compute, basis refresh, communication, evaluation.
         at_once: how many workers computed at a time where all shared one process (seconds are then of all of them together); None
             where each had its own.
+        devices: of which a worker consists; bytes are those of the first device of a worker then.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Summary:
     left_out: int
     spikes: int
     environment: dict[str, str]
+    devices: int = 1
 
     @property
     def sent(self) -> int:
@@ -75,6 +78,7 @@ class Summary:
 def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: int | None) -> Summary:
     """The summary of a finished run, as worker 0 sees it."""
     config, settings, weights = prepared.config, prepared.settings, prepared.weights
+    own = parts_of(weights, config.parallel)
     steps, num_workers = config.train.steps, workers.size
     sent = {tag: size for tag, size in sorted(bytes_sent(outcome.eras).items()) if tag != "evaluation" and size}
     predicted = predicted_bytes(prepared.method, weights, settings, outcome.eras)
@@ -95,14 +99,15 @@ def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: i
         bytes_predicted=dict(sorted(predicted.items())),
         ddp_bytes=predicted_bytes(ddp, weights, ddp.resolve({}), outcome.eras).total(),
         state_bytes=dict(measured_state_bytes(outcome.optimizer)),
-        state_predicted=dict(state_bytes(prepared.method, weights, settings, device=outcome.model.device.type)),
-        adamw_bytes=adamw_state_bytes(weights),
+        state_predicted=dict(state_bytes(prepared.method, own, settings, device=outcome.model.device.type)),
+        adamw_bytes=adamw_state_bytes(own),
         seconds={"compute": max(outcome.seconds - sum(others.values()), 0.0), **others},
         at_once=at_once,
         skipped_steps=outcome.skipped_steps,
         left_out=outcome.left_out,
         spikes=outcome.spikes,
         environment=environment(),
+        devices=config.parallel.devices,
     )
 
 
@@ -115,10 +120,11 @@ def predicted_bytes(method: Method, weights: Sequence[Weight], settings: Mapping
     total: Counter[str] = Counter()
     before = 0
     for number, era in enumerate(eras, start=1):
+        own = [replace(weight, shards=era.shards) for weight in weights]
         last, synced = number == len(eras), era.end if era.synced is None else era.synced
-        total += traffic(method, weights, settings, steps=synced, num_workers=era.workers, final_average=last)
+        total += traffic(method, own, settings, steps=synced, num_workers=era.workers, final_average=last)
         if before:
-            total -= traffic(method, weights, settings, steps=before, num_workers=era.workers)
+            total -= traffic(method, own, settings, steps=before, num_workers=era.workers)
         before = synced
     return total
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lordo.accounting import on_device, state_bytes
 from lordo.trainer.config import RunConfig
+from lordo.trainer.memory import parts_of
 from lordo.trainer.prepared import Prepared, pick_device
 from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
@@ -55,9 +56,13 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
         told = ", ".join(f"{name} = {value}" for name, value in phase.settings().items())
         console.print(f"from step {phase.from_step}: {told}", highlight=False)
     console.print(prepared.groups.table(), highlight=False, soft_wrap=True)
-    held = state_bytes(prepared.method, prepared.weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
+    weights = parts_of(prepared.weights, config.parallel)
+    held = state_bytes(prepared.method, weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
-    console.print(f"optimizer state per worker: {human_bytes(on_device(held))} ({parts})\n", highlight=False)
+    console.print(
+        f"optimizer state per {'worker' if config.parallel.devices == 1 else 'device'}: {human_bytes(on_device(held))} ({parts})\n",
+        highlight=False,
+    )
 
 
 def mix_table(config: RunConfig, splits: Splits) -> Table:
@@ -78,13 +83,16 @@ def batch_derivation(config: RunConfig) -> str:
         text = f"{workers} workers × {sequences} sequences × {length} tokens = {tokens}"
     else:
         text = f"{tokens} / ({workers} workers × {length} tokens) = {sequences} sequences each"
-    accumulate = config.batch.accumulate
-    return text if accumulate == 1 else f"{text}, computed {sequences // accumulate} at a time"
+    accumulate, devices = config.batch.accumulate, config.parallel.devices
+    if devices > 1:
+        text = f"{text}, {config.sequences_per_device} on each of a worker's {devices} devices"
+    return text if accumulate == 1 else f"{text}, computed {config.sequences_per_device // accumulate} at a time"
 
 
 def print_summary(summary: Summary, console: Console) -> None:
     """The table at the end of a run."""
-    table = plain_table("what", "value", title=f"{summary.name}: {summary.method}, {summary.workers} workers, {summary.steps} steps")
+    workers = f"{summary.workers} workers" + (f" of {summary.devices} devices" if summary.devices > 1 else "")
+    table = plain_table("what", "value", title=f"{summary.name}: {summary.method}, {workers}, {summary.steps} steps")
     table.add_column("against")
     for row in summary_rows(summary):
         table.add_row(*row)
@@ -103,7 +111,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     kept = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in summary.state_bytes.items() if kind not in ("step",))
     rows = [
         ("validation perplexity", f"{summary.perplexity:.4f}", f"averaged model; {summary.bits_per_token:.4f} bits per token"),
-        ("bytes sent per worker", human_bytes(summary.sent), ddp if summary.sent else "one worker sends nothing"),
+        (
+            "bytes sent per worker" if summary.devices == 1 else "bytes sent per device, to other workers",
+            human_bytes(summary.sent),
+            ddp if summary.sent else "one worker sends nothing",
+        ),
         ("", "", parts),
         ("optimizer bytes on device", human_bytes(summary.held), adamw),
         ("of which moments and basis", human_bytes(moments), f"{times(summary.adamw_bytes, moments)} than AdamW"),

@@ -18,6 +18,8 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from lordo.sync import Group
+from lordo.trainer.config import RunConfig
+from lordo.trainer.devices import Joined, process_name
 from lordo.trainer.stopping import StopPoint
 from lordo.trainer.terminal import report
 
@@ -69,17 +71,18 @@ class Watch:
     """One worker's watch over the others.
 
     Args:
-        store: a connection of its own to the common store. workers: the group.
-        timeout_seconds: how long another worker may be silent or be waited for; None takes a minute of silence, and five times the
-            longest round so far.
+        store: a connection of its own to the common store. joined: the processes. config: `train.timeout_seconds` says how long another one
+            may be silent or be waited for; None takes a minute of silence, and five times the longest round so far.
         last_words: called before this process is ended from here, to let a checkpoint be finished; says how to go on.
     """
 
-    def __init__(self, store: Store, workers: Group, timeout_seconds: float | None, last_words: Callable[[], str | None]) -> None:
+    def __init__(self, store: Store, joined: Joined, config: RunConfig, last_words: Callable[[], str | None]) -> None:
         """Nobody is watched yet."""
-        self.store, self.workers, self.timeout_seconds, self.last_words = store, workers, timeout_seconds, last_words
+        self.store, self.processes, self.workers, self.last_words = store, joined.processes, joined.workers, last_words
+        self.timeout_seconds, self.parallel = config.train.timeout_seconds, config.parallel
+        self.own_name = process_name(self.processes.rank, config.parallel)
         self.stop_point = SharedStopPoint()
-        self.others = [rank for rank in range(workers.size) if rank != workers.rank]
+        self.others = [rank for rank in range(self.processes.size) if rank != self.processes.rank]
         self._seen: dict[int, tuple[str, float]] = {}  # each other worker's last sign, and when it came
         self._reached = self._resumed = time.monotonic()
         self._published_at: float | None = None
@@ -106,14 +109,25 @@ class Watch:
 
     def _beat(self, *, over: str | None = None) -> None:
         self._beats += 1
-        waits = self.workers.waiting is not None
+        waits = self._waiting is not None
         sign = {"beat": self._beats, "step": self.stop_point.step, "phase": self.phase, "waits": waits, "over": over}
-        self.store.set(f"sign/{self.workers.rank}", json.dumps(sign))
+        self.store.set(f"sign/{self.processes.rank}", json.dumps(sign))
+
+    @property
+    def _groups(self) -> list[Group]:
+        """All in whose calls this process may wait."""
+        inside = (axis for axis in self.workers.inside.axes if isinstance(axis, Group))
+        return [self.processes, self.workers, *inside]
+
+    @property
+    def _waiting(self) -> tuple[str, float] | None:
+        """In which call this process is, and since when."""
+        return next((group.waiting for group in self._groups if group.waiting is not None), None)
 
     @property
     def phase(self) -> str:
         """What this worker is doing: computing, in which exchange, …"""
-        waiting = self.workers.waiting
+        waiting = self._waiting
         return waiting[0] if waiting else self.workers.phase
 
     def _look(self) -> None:
@@ -168,11 +182,11 @@ class Watch:
     def _trouble(self) -> str | None:
         """What is wrong with another worker, or with the way to them, if anything."""
         if time.monotonic() - self._reached > self.silence_limit:
-            return f"worker {self.workers.rank} cannot reach the others any more: {self._problem}"
+            return f"{self.own_name} cannot reach the others any more: {self._problem}"
         silent = self._silent(longer_than=self.silence_limit)
         if silent:
             return silent
-        waiting = self.workers.waiting
+        waiting = self._waiting
         if waiting is None or time.monotonic() - max(waiting[1], self._resumed) < self.wait_limit:
             return None
         behind = [self._described(rank) for rank, sign in self._signs() if not sign["waits"] and sign["over"] is None]
@@ -183,14 +197,17 @@ class Watch:
 
     def _described(self, rank: int) -> str:
         sign = json.loads(self._seen[rank][0])
-        return f"worker {rank} is in step {sign['step']}, {sign['phase']}"
+        return f"{self._name(rank)} is in step {sign['step']}, {sign['phase']}"
+
+    def _name(self, rank: int) -> str:
+        return process_name(rank, self.parallel)
 
     def _silent(self, *, longer_than: float) -> str | None:
         for rank, sign in self._signs():
             seconds = time.monotonic() - self._seen[rank][1]
             if sign["over"] is None and seconds > longer_than:
                 was = f"in step {sign['step']}, {sign['phase']}"
-                return f"worker {rank} has not been heard of for {seconds:.0f} seconds (killed, frozen or cut off); it was {was}"
+                return f"{self._name(rank)} has not been heard of for {seconds:.0f} seconds (killed, frozen or cut off); it was {was}"
         return None
 
     def blame(self) -> str | None:
@@ -199,14 +216,14 @@ class Watch:
         while time.monotonic() < until:
             for rank, sign in self._signs():
                 if sign["over"] not in (None, "finished"):
-                    return f"worker {rank} failed: {sign['over']}"
+                    return f"{self._name(rank)} failed: {sign['over']}"
             time.sleep(BEAT_SECONDS)
         return self._silent(longer_than=4 * BEAT_SECONDS)
 
     def _end(self, trouble: str) -> None:
         """End this process: its main thread may be in a collective that never returns."""
         hint = self.last_words()
-        own = f"worker {self.workers.rank} was in step {self.stop_point.step}, {self.phase}, and gives up"
+        own = f"{self.own_name} was in step {self.stop_point.step}, {self.phase}, and gives up"
         report("; ".join([trouble, own, *([hint] if hint else [])]))
         os._exit(1)
 
@@ -214,7 +231,7 @@ class Watch:
 
     def _agree(self) -> None:
         """Let all stop after one step: the latest that any of them has begun."""
-        point, rank = self.stop_point, self.workers.rank
+        point, rank = self.stop_point, self.processes.rank
         if point.last_step is not None:
             return
         if not point.asked:
@@ -224,7 +241,7 @@ class Watch:
                 return
             self.store.set(f"stop/{rank}", str(point.publish(int(self.store.get("stop")))))
             self._published_at = time.monotonic()
-        keys = [f"stop/{each}" for each in range(self.workers.size)]
+        keys = [f"stop/{each}" for each in range(self.processes.size)]
         assert self._published_at is not None
         if self.store.check(keys):
             point.agree(max(int(value) for value in self.store.multi_get(keys)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lordo.sync import Comm
-from lordo.trainer.checkpoint import Snapshot, remove, steps, write
+from lordo.trainer.checkpoint import Snapshot, parts_in, remove, steps, write
 
 # Threads of this process that write, so that it can let them finish before it ends because of something else.
 _writing: set[threading.Thread] = set()
@@ -38,8 +38,14 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def write(self, snapshot: Snapshot) -> None:
-        """Start to write, after the part before is done, and remove what is no longer needed. All workers at the same step."""
+        """Start to write, after the part before is done, and remove what is no longer needed. All workers at the same step.
+
+        Of several copies of a worker's weights one is written.
+        """
         self.settle()
+        if not self.workers.inside.in_first_copy:
+            self.written.append(snapshot.step)
+            return
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint {snapshot.step}", daemon=True)
         _writing.add(self._thread)
         self._thread.start()
@@ -53,16 +59,22 @@ class Writer:
     def settle(self) -> None:
         """Wait, compare with the other workers what is on disk, and keep the newest complete checkpoints. All workers together."""
         self.wait()
-        notes = self.workers.gather(self.written)
+        notes = self.workers.gather_all(self.written)
         complete = sorted(set.intersection(*map(set, notes)))
         self.complete = complete[-1] if complete else None
         for step in complete[: -self.keep_last]:
-            remove(self.folder, step, self.workers.rank)
-            self.written.remove(step)
+            self.remove(step)
         for step in self.written[:]:  # somebody else's part could not be written
             if self.complete is not None and step < self.complete and step not in complete:
-                remove(self.folder, step, self.workers.rank)
-                self.written.remove(step)
+                self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Remove this device's part of a checkpoint; of parts that more workers or devices left, those that fall to it."""
+        inside = self.workers.inside
+        for part, (worker, shard) in parts_in(self.folder, step).items():
+            if inside.in_first_copy and worker % self.workers.size == self.workers.rank and shard % inside.size == inside.rank:
+                remove(self.folder, step, part)
+        self.written.remove(step)
 
     def found(self, step: int) -> None:
         """After a resume: the checkpoints up to this step are there already."""
@@ -76,6 +88,6 @@ class Writer:
         except OSError as error:
             last = f"the one of step {self.complete} stays" if self.complete is not None else "there is none yet"
             self.report(
-                f"the checkpoint of step {snapshot.step} could not be written by worker {snapshot.worker} ({error.strerror}: "
+                f"the checkpoint of step {snapshot.step} could not be written by worker {snapshot.share.worker} ({error.strerror}: "
                 f"{error.filename or self.folder}); training goes on, {last}"
             )

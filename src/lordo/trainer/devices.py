@@ -1,0 +1,118 @@
+"""The devices of a worker: which processes they are, a model cut over them, and put together again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from lordo.sync import Group
+from lordo.sync.dtensors import whole
+from lordo.trainer.checkpoint import Share
+from lordo.trainer.config import ParallelConfig, RunConfig
+from lordo.trainer.models import build_model
+from lordo.trainer.settings import UsageError
+
+
+def process_name(number: int, parallel: ParallelConfig) -> str:
+    """What to call a process: its worker, and which device of that it is if there are several.
+
+    Processes of a worker follow each other, those of one copy of the model next to each other: with torchrun, a machine's devices.
+    """
+    worker, device = divmod(number, parallel.devices)
+    return f"worker {worker}" if parallel.devices == 1 else f"worker {worker} (device {device})"
+
+
+def check_in_one_process(config: RunConfig) -> None:
+    """Refuse workers of several devices where all workers share one process.
+
+    Raises:
+        UsageError: saying how to start them.
+    """
+    devices = config.parallel.devices
+    if devices > 1:
+        raise UsageError(
+            f"a worker of {devices} devices (parallel.shards × parallel.replicate) is as many processes: start all {config.workers} by "
+            f"torchrun --nproc-per-node {config.workers * devices} -m lordo train …, or on several machines by --nnodes too"
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The processes of a run, as one of them sees them.
+
+    Attributes:
+        processes: all of them. workers: one of each worker, this one among them; it trains through these. mesh: the devices of its worker;
+            None if that is this process alone.
+    """
+
+    processes: Group
+    workers: Group
+    mesh: DeviceMesh | None
+
+    @property
+    def share(self) -> Share:
+        """Which part of a checkpoint is this process's."""
+        shards, shard = (1, 0) if self.mesh is None else (self.mesh.size(-1), self.mesh.get_local_rank(self.mesh.ndim - 1))
+        return Share(self.workers.rank, self.workers.size, shard, shards)
+
+
+def joined(config: RunConfig, device_type: str, timeout: timedelta) -> Joined:
+    """What each of all processes has, after `init_process_group`, for a type of devices; every exchange may take so long."""
+    assert dist.group.WORLD is not None
+    processes, parallel = Group(dist.group.WORLD), config.parallel
+    if parallel.devices == 1:
+        return Joined(processes, processes, None)
+    names = ("worker", "replicate", "shard")
+    mesh = init_device_mesh(device_type, (config.workers, parallel.replicate, parallel.shards), mesh_dim_names=names)
+    for name in names:
+        _set_pg_timeout(timeout, mesh.get_group(name))
+    return Joined(processes, Group(mesh.get_group("worker")), mesh["replicate", "shard"] if parallel.replicate > 1 else mesh["shard"])
+
+
+def cut_over(model: PreTrainedModel, mesh: DeviceMesh, *, backend: str | None = None) -> PreTrainedModel:
+    """Cut a model over the devices of a worker, each of its blocks by itself so that one at a time is gathered. Changes the model.
+
+    Args:
+        model: whole, the same on each device; in host memory, from which it moves block by block. mesh: the devices. backend: of
+            torch.compile, for each block; None compiles nothing.
+    """
+    for block in blocks_of(model):
+        if backend is not None:
+            block.compile(backend=backend)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of a model that transformers, too, keeps on one device each; none if it names none."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def put_together(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | None:
+    """The whole of a model that was cut over the devices of a worker, on the CPU of the first of all processes; None on the others.
+
+    All devices of the first worker call this together.
+    """
+    keeps = dist.get_rank() == 0
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        full = whole(tensor)
+        if keeps:
+            weights[name] = full.cpu()
+    if not keeps:
+        return None
+    dtype = next(model.parameters()).dtype
+    made: PreTrainedModel = build_model(config.model, seed=config.seed, pretrained=False).to(dtype)  # type: ignore[arg-type]
+    with torch.no_grad():
+        made.load_state_dict(weights)
+    return made
