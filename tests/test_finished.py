@@ -238,7 +238,7 @@ def test_other_bad_arguments(run, tmp_path, capsys):
     for worker in range(2):
         part = unfinished / "checkpoints" / "step-00000007" / f"worker-{worker}"
         part.mkdir(parents=True)
-        (part / "facts.json").write_text('{"workers": 2}')
+        (part / "facts.json").write_text(json.dumps({"worker": worker, "workers": 2, "shard": 0, "shards": 1}))
     assert "step 7 of" in refused(capsys, "generate", unfinished, "x")
     shutil.copytree(run.folder / "model", unfinished / "model")
     (unfinished / "model" / "model.safetensors").write_bytes(b"half")
