@@ -30,7 +30,7 @@ STEPS = 17
 CASES = {
     # 100 steps in float32, the others in float64. Training itself makes much of a difference by rounding where the r-th singular value of a
     # change is close to the next: 10⁴ times with some settings, 3 times with these, measured by starting from weights that differ by 1e-11
-    "long": {"sync_every": 25, "weight_decay": 0.01, "fullrank_signal": "gradient"},
+    "long": {"sync_every": 25, "basis": "subspace", "weight_decay": 0.01, "fullrank_signal": "gradient"},
     "plain": {"sync_every": 4, "weight_decay": 0.01},
     "paper": {"sync_every": 5, "fullrank_signal": "gradient", "fullrank_denominator": "mean", "sync_exp_avg_every": 3},
     "no error": {"sync_every": 5, "error_feedback": False, "fullrank_denominator": "mean"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measure import PeakAllocation
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import lordo
 from common import randn
 from lordo.accounting import inside_step_bytes, measured_state_bytes, state_bytes, traffic, weights_of
+from lordo.lowrank import FRESH_COLUMNS, ITERATIONS, SVD_LIMIT
 from lordo.shards import local
+from lordo.sync import refresh, wire
 from test_processes import in_processes
 from test_sharded import Weights, built, everything, train, whole
 
@@ -50,6 +53,8 @@ def in_one_world(rank, size, folder):
         "ruined": ruined(mesh, rank),
         "second side": second_side(mesh),
         "whole into parts": whole_into_parts(mesh),
+        "refresh": refreshed(on_mesh(1, 4)),
+        "runs": [in_runs(mesh, smallest) for smallest in (0, refresh.SMALLEST_RUN)],
         "resumed": resumed(mesh, folder),
         "saved": saved(mesh, folder),
         "four shards": loaded(on_mesh(1, 4), folder),
@@ -224,6 +229,92 @@ def test_predicted_bytes_of_each_device_are_the_counted_bytes(world, case):
             assert counted == predicted
     parts = [device["held"][case]["held"][0] for device in world[:2]]
     assert parts[0] != parts[1]  # not every side is divisible
+
+
+# ---- new bases
+
+SIDE, LONG, LARGE_RANK = SVD_LIMIT + 8, 2 * SVD_LIMIT, 17
+LARGE = [(SIDE, LONG), (LONG, SIDE), (SIDE, SIDE)]
+
+
+def with_limits(limits, call):
+    """Call with other limits than those below which tensors are too small to care: {(module, name): value}."""
+    with pytest.MonkeyPatch.context() as patched:
+        for (module, name), value in limits.items():
+            patched.setattr(module, name, value)
+        return call()
+
+
+def refreshed(mesh):
+    """What a device allocates for the bases of many weights, in numbers of the largest matrix, and what moves in one refresh."""
+    weights = [distribute_tensor(randn(*shape, seed=i), mesh["shard"], (Shard(0),)) for i, shape in enumerate(4 * LARGE)]
+    weights = [nn.Parameter(w) for w in weights]
+    for i, w in enumerate(weights):
+        w.grad = distribute_tensor(randn(*w.shape, seed=20 + i), mesh["shard"], (Shard(0),))
+    optimizer = lordo.LoRDO(weights, rank=LARGE_RANK, sync_every=4, workers=mesh["worker"])
+
+    def peak(rule, step):
+        with PeakAllocation() as seen:
+            limits = {(refresh, "SMALLEST_RUN"): 0, (wire, "ALONE_ELEMENTS"): 0}
+            with_limits(limits, lambda: rule(optimizer, optimizer.workers, step))
+        return seen.peak_bytes / (4 * SIDE * LONG)
+
+    with torch.no_grad():
+        first = peak(optimizer.before[0], 1)
+        optimizer.step()
+        before = optimizer.workers.inside.shards.moved["basis"]
+        return {"peaks": (first, peak(optimizer.after[-1], 4)), "moved": optimizer.workers.inside.shards.moved["basis"] - before}
+
+
+def test_new_bases_of_any_number_of_weights_take_less_than_one_matrix(world):
+    for device in world:
+        assert all(0 < peak < 1 for peak in device["refresh"]["peaks"]), device["refresh"]["peaks"]
+
+
+def test_what_moves_for_new_bases_is_blocks_and_no_matrix(world):
+    """Rows cut: blocks are brought together and handed out, an S-th of them from each device. Columns cut: sent to all, summed at one."""
+    r, k, shards = LARGE_RANK, LARGE_RANK + FRESH_COLUMNS, 4
+    moved = 0
+    for shape in LARGE:
+        m, n = sorted(shape)
+        if shape[0] <= shape[1]:
+            products = ITERATIONS * (2 * n * k + 2 * m * k // shards) + n * k + m * k // shards
+            moved += products + 2 * m * r // shards
+        else:
+            products = ITERATIONS * (m * k + m * k) + m * k + k * k
+            moved += products + m * r
+    assert [device["refresh"]["moved"] for device in world] == 4 * [4 * 4 * moved]
+
+
+def in_runs(mesh, smallest):
+    """A training in which new bases are installed in as many runs as there can be, or in one."""
+
+    def run():
+        model, optimizer = sharded(mesh, basis="subspace", **OPTIONS)
+        train(model, optimizer, range(1, 10))
+        return everything(model, optimizer), optimizer.report.overlap
+
+    return with_limits({(refresh, "SMALLEST_RUN"): smallest}, run)
+
+
+def test_it_does_not_matter_in_how_many_runs_new_bases_come(world):
+    for device in world:
+        (many, many_overlap), (one, one_overlap) = device["runs"]
+        torch.testing.assert_close(many, one, rtol=0, atol=1e-9)
+        assert many_overlap == pytest.approx(one_overlap)
+
+
+def test_runs_hold_every_weight_once_and_no_more_new_bases_than_a_quarter_of_a_matrix(monkeypatch):
+    monkeypatch.setattr(refresh, "SMALLEST_RUN", 0)
+    model = nn.Sequential(*(nn.Linear(*sides) for sides in ((9, 30), (30, 20), (20, 30), (30, 9), (9, 9), (9, 9), (9, 9))))
+    optimizer = built(model, None)
+    members = optimizer.named_members()
+    runs = list(refresh.runs(optimizer, members, optimizer.workers, "float32"))
+    assert [member for run in runs for member in run] == members
+    sizes = [[optimizer.state[p]["basis"].numel() for _, p, _ in run if "basis" in optimizer.state[p]] for run in runs]
+    assert all(sum(run) <= 600 // 4 for run in sizes)
+    assert 1 < len(sizes) < sum(map(len, sizes))  # several, not one for each
+    assert list(refresh.runs(optimizer, members, optimizer.workers, "int8")) == [members]
 
 
 # ---- wire formats

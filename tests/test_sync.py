@@ -14,7 +14,8 @@ from torch import nn
 import lordo
 from common import assert_same_bits, everything, give_gradients, parameters, randn, reloaded, run_workers, scaled_step, train
 from lordo.lowrank import overlap
-from lordo.sync.rules import nesterov_, spread
+from lordo.sync.refresh import spread
+from lordo.sync.rules import nesterov_
 from lordo.sync.schedule import is_due, num_due, steps_to_next
 
 pytestmark = pytest.mark.usefixtures("rng_untouched")
@@ -184,13 +185,13 @@ def test_bases_are_bit_identical_whatever_the_number_of_threads(basis):
 def test_refreshes_are_spread_over_the_workers(monkeypatch):
     """Each basis is computed by one worker, and every worker has some to compute."""
     computed = []
-    original = lordo.sync.rules.leading_subspace
+    original = lordo.sync.shared_basis.leading_subspace
 
     def counted(matrix, basis, *, seed, **options):
         computed.append((seed[2], seed[1]))
         return original(matrix, basis, seed=seed, **options)
 
-    monkeypatch.setattr(lordo.sync.rules, "leading_subspace", counted)
+    monkeypatch.setattr(lordo.sync.shared_basis, "leading_subspace", counted)
     run_workers(SHAPES[:3], num_workers=3, steps=4, **OPTIONS)
     names = [f"parameter {i:06d}" for i in range(3)]
     assert sorted(computed) == [(step, name) for step in (1, 3) for name in names]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -104,11 +105,20 @@ def leading_subspace(
     if not is_usable(matrix, noise=noise):
         return None
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    with torch.autocast(matrix.device.type, enabled=False), suppress(LinAlgError):  # it did not converge
-        if method == "svd" or (method == "auto" and matrix.shape[0] <= SVD_LIMIT):
-            new = svd_basis(matrix, basis.shape[-1])
-        else:
-            new = subspace_basis(matrix, basis.to(matrix.dtype), seed=seed, fresh=fresh)
+    if is_exact(method, matrix.shape[0]):
+        return checked(lambda: svd_basis(matrix, basis.shape[-1]), basis)
+    return checked(lambda: subspace_basis(WholeGram(matrix), basis.to(matrix.dtype), seed=seed, fresh=fresh), basis)
+
+
+def is_exact(method: BasisMethod, m: int) -> bool:
+    """Whether the basis of a matrix with m rows comes from its exact decomposition."""
+    return method == "svd" or (method == "auto" and m <= SVD_LIMIT)
+
+
+def checked(compute: Callable[[], Tensor], basis: Tensor) -> Tensor | None:
+    """A basis that is computed with autocast off, in the dtype of the present one; None where nothing finite comes of it."""
+    with torch.autocast(basis.device.type, enabled=False), suppress(LinAlgError):  # it did not converge
+        new = compute()
         return new.to(basis.dtype) if bool(torch.isfinite(new).all()) else None
     return None
 
@@ -119,8 +129,35 @@ def svd_basis(matrix: Tensor, rank: int) -> Tensor:
     return left[:, :rank].contiguous()
 
 
+class Gram(Protocol):
+    """ΔΔᵀ of a matrix Δ (m, n), divided by the square of Δ's largest entry: tiny entries would vanish when squared."""
+
+    def times(self, block: Tensor) -> Tensor:
+        """ΔΔᵀ Q: (m, k) -> (m, k)."""
+
+    def within(self, block: Tensor) -> Tensor:
+        """QᵀΔΔᵀ Q: (m, k) -> (k, k)."""
+
+
+class WholeGram:
+    """ΔΔᵀ of a matrix that one device has."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        """Δ (m, n), finite, not zero."""
+        self.matrix, self.scale = matrix, peak(matrix)
+
+    def times(self, block: Tensor) -> Tensor:
+        """ΔΔᵀ Q, without forming ΔΔᵀ."""
+        return (self.matrix @ (self.matrix.mT @ block).div_(self.scale)).div_(self.scale)
+
+    def within(self, block: Tensor) -> Tensor:
+        """(QᵀΔ)(QᵀΔ)ᵀ."""
+        small = (block.mT @ self.matrix).div_(self.scale)
+        return small @ small.mT
+
+
 def subspace_basis(
-    matrix: Tensor,
+    gram: Gram,
     basis: Tensor,
     *,
     seed: tuple[int, str, int],
@@ -130,7 +167,7 @@ def subspace_basis(
     """Leading left singular subspace by warm-started block power iteration and one Rayleigh-Ritz step.
 
     Args:
-        matrix: (m, n), finite, not zero.
+        gram: ΔΔᵀ of a matrix (m, n), finite, not zero; asked `iterations` times for `times`, then once for `within`.
         basis: (m, r), where to start.
         seed, fresh: see `leading_subspace`.
         iterations: how many multiplications by ΔΔᵀ.
@@ -139,13 +176,16 @@ def subspace_basis(
         (m, r), orthonormal whatever the rank of the matrix (QR completes what power iteration loses).
     """
     m, rank = basis.shape
-    scale = peak(matrix)  # divided out, or tiny entries would vanish when squared
-    block = _orthonormal(torch.cat([basis, _fresh_columns(basis, min(fresh, m - rank), seed)], dim=1))
+    block = _orthonormal(torch.cat([basis, _fresh_columns(basis, num_columns(m, rank, fresh) - rank, seed)], dim=1))
     for _ in range(iterations):
-        block = _orthonormal((matrix @ (matrix.mT @ block).div_(scale)).div_(scale))
-    small = (block.mT @ matrix).div_(scale)
-    directions: Tensor = torch.linalg.eigh(small @ small.mT)[1]  # ascending
+        block = _orthonormal(gram.times(block))
+    directions: Tensor = torch.linalg.eigh(gram.within(block))[1]  # ascending
     return block @ directions[:, -rank:].flip(-1)
+
+
+def num_columns(m: int, rank: int, fresh: int = FRESH_COLUMNS) -> int:
+    """Columns k of the blocks in an iteration: the present basis and fresh ones, no more than there are rows."""
+    return min(rank + fresh, m)
 
 
 def power_iteration(basis: Tensor, momentum: Tensor, signal: Tensor, *, share: float) -> Tensor | None:
@@ -203,8 +243,10 @@ def change_basis(exp_avg: Tensor, exp_avg_sq: Tensor, change: Tensor, *, betas: 
     if step == 0:
         return exp_avg, exp_avg_sq
     c1, c2 = (1 - beta**step for beta in betas)
-    mean = exp_avg / c1
-    variance = (exp_avg_sq / c2 - mean.square()).clamp_(min=0)
+    # no more than three of the moments' size are alive at once
+    variance = (exp_avg_sq / c2).sub_((exp_avg / c1).square_()).clamp_(min=0)
     rotated = change @ exp_avg
-    rotated_sq = (change.square() @ variance).add_((rotated / c1).square_()).abs_().mul_(c2)
+    rotated_sq = change.square() @ variance
+    del variance
+    rotated_sq.add_((rotated / c1).square_()).abs_().mul_(c2)
     return rotated, rotated_sq

@@ -12,7 +12,7 @@ from torch import Tensor
 from lordo.shards import local
 from lordo.sync.comm import Comm
 from lordo.sync.inside import Inside
-from lordo.sync.rules import Member
+from lordo.sync.refresh import Member
 
 
 class DisagreementError(ValueError):

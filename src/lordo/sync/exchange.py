@@ -25,7 +25,8 @@ from lordo.shards import cut_side, is_tall, local
 from lordo.sync.comm import Comm
 from lordo.sync.compressed import CompressedMean, Part
 from lordo.sync.formats import find_format, format_names
-from lordo.sync.rules import Member, PseudoGradient, Synchronised, SyncReport, is_low_precision
+from lordo.sync.refresh import Member
+from lordo.sync.rules import PseudoGradient, Synchronised, SyncReport, is_low_precision
 from lordo.sync.schedule import is_due, last_due
 from lordo.sync.shares import LeftOut, heal_
 from lordo.sync.split import coordinates, lift_exactly, rest_is_zero

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lordo.sync.rules import spread
+from lordo.sync.refresh import spread
 
 Size = tuple[int, tuple[int, ...], str, int]  # elements, shape, dtype, rank (0: full-rank)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lordo.shards import canonical_part, cut_dim, cut_side, span
-from lordo.sync.wire import broadcast_moves
+from lordo.sync.wire import broadcast_moves, gather_moves, reduce_moves
 
 Note = TypeVar("Note")
 
@@ -30,6 +30,9 @@ class Axis(Protocol):
 
     def total_(self, tagged: Sequence[tuple[str, Tensor]]) -> None:
         """Replace tensors by their sums."""
+
+    def sum_at_(self, tensor: Tensor, *, target: int) -> None:
+        """Replace a contiguous tensor on device `target` by its sum."""
 
     def broadcast_(self, tensor: Tensor, *, source: int) -> None:
         """Overwrite a contiguous tensor by that of device `source`."""
@@ -120,75 +123,96 @@ class Inside:
             notes = [each for some in axis.gather(notes) for each in some]
         return notes
 
-    def highest(self, number: float, *, device: torch.device) -> float:
-        """The largest of the parts' numbers."""
-        if self.shards is None:
-            return number
-        numbers = torch.zeros(self.size, dtype=torch.float64, device=device)
-        numbers[self.rank] = number
-        self.shards.sum_(numbers)
-        return float(numbers.max())
+    def highest(self, numbers: list[float], *, device: torch.device) -> list[float]:
+        """The largest of all devices' numbers, each for itself; NaN where any of them is."""
+        for axis in self.axes:
+            table = torch.zeros(axis.size, len(numbers), dtype=torch.float64, device=device)
+            table[axis.rank] = torch.tensor(numbers, dtype=torch.float64)
+            axis.sum_(table)
+            numbers = table.amax(0).tolist()
+        return numbers
 
-    # -- one matrix at a time --------------------------------------------------------------------------------------------
+    # -- for a new basis, among the devices of one copy ------------------------------------------------------------------
+
+    def total_at_(self, tensor: Tensor, *, target: int) -> None:
+        """Replace a tensor on device `target` by its sum over the parts; on the others it is left with numbers of no use."""
+        if self.shards is not None:
+            self._count(reduce_moves(_bytes(tensor)))
+            self.shards.sum_at_(tensor, target=target)
 
     def collect(self, part: Tensor, weight: Tensor, *, target: int) -> Tensor | None:
-        """All of a matrix on device `target` of the first copy, from the parts; None on the others.
+        """All of a matrix on device `target`, from the parts; None on the others.
 
         Args:
             part: this device's part of it. weight: of the matrix's shape, cut as it is.
         """
-        if not self.in_first_copy:
-            return None
         if self.shards is None:
             return part
-        dim, here = cut_dim(weight), target == self.rank
+        dim = cut_dim(weight)
         assert dim is not None
         shapes = [_part_shape(weight.shape, dim, self.size, each) for each in range(self.size)]
-        sizes = [shape.numel() if here else 0 for shape in shapes]
-        whole = part.new_empty(sum(sizes))
-        self.shards.moved["gathered for a basis"] += broadcast_moves(weight.numel() * part.element_size())
-        self.shards.route_(whole, part.reshape(-1), sizes, [part.numel() if each == target else 0 for each in range(self.size)])
-        if not here:
+        pieces = self._pieces(part, [shape.numel() for shape in shapes], target=target)
+        if pieces is None:
             return None
         if dim == 0:
-            return whole.view(weight.shape)
-        return torch.cat([piece.view(shape) for piece, shape in zip(torch.split(whole, sizes), shapes, strict=True)], dim=dim)
+            return pieces.view(weight.shape)
+        each_piece = torch.split(pieces, [shape.numel() for shape in shapes])
+        return torch.cat([piece.view(shape) for piece, shape in zip(each_piece, shapes, strict=True)], dim=dim)
 
-    def collect_basis(self, part: Tensor, weight: Tensor, *, target: int) -> Tensor | None:
-        """All of a basis (m, r) on device `target` of the first copy."""
-        if not self.in_first_copy:
-            return None
+    def collect_rows(self, part: Tensor, weight: Tensor, *, target: int) -> Tensor | None:
+        """All of a matrix (m, …) on device `target`, of which each has the rows that go with its part of a weight; None on the others."""
         if self.shards is None or cut_side(weight) != "rows":
             return part if target == self.rank else None
-        sizes = [rows * part.shape[1] if target == self.rank else 0 for rows in self._rows(weight)]
-        whole = part.new_empty(sum(sizes))
-        self.shards.route_(whole, part.view(-1), sizes, [part.numel() if each == target else 0 for each in range(self.size)])
-        return whole.view(-1, part.shape[1]) if target == self.rank else None
+        pieces = self._pieces(part, [rows * part.shape[1] for rows in self._rows(weight)], target=target)
+        return None if pieces is None else pieces.view(-1, part.shape[1])
+
+    def _pieces(self, piece: Tensor, sizes: list[int], *, target: int) -> Tensor | None:
+        """Pieces of these sizes one after another on device `target`."""
+        assert self.shards is not None
+        here = target == self.rank
+        self._count(gather_moves(sum(sizes) * piece.element_size(), self.size))
+        pieces = piece.new_empty(sum(sizes) if here else 0)
+        leaving = [piece.numel() if each == target else 0 for each in range(self.size)]
+        self.shards.route_(pieces, piece.reshape(-1), sizes if here else [0] * self.size, leaving)
+        return pieces if here else None
 
     def _rows(self, weight: Tensor) -> list[int]:
         """How many of the m rows each device has."""
         spans = (span(min(weight.shape), self.size, each) for each in range(self.size))
         return [end - start for start, end in spans]
 
-    def hand_out_(self, basis: Tensor, whole: Tensor | None, weight: Tensor, *, source: int) -> None:
-        """Write this device's part of a basis, from all of it on device `source` of the first copy.
+    def hand_out_(self, part: Tensor, whole: Tensor | None, weight: Tensor, *, source: int) -> None:
+        """The counterpart of `collect_rows`: write this device's part of a matrix (m, …), from all of it on device `source`.
 
         Args:
-            basis: the part, overwritten. whole: (m, r) on the source. weight: the weight it belongs to.
+            part: overwritten. whole: on the source. weight: the weight it belongs to.
         """
-        if self.in_first_copy:
-            if self.shards is None or cut_side(weight) != "rows":
-                if whole is not None:
-                    basis.copy_(whole)
-                if self.shards is not None:
-                    self.shards.broadcast_(basis, source=source)
-            else:
-                sizes = [rows * basis.shape[1] if whole is not None else 0 for rows in self._rows(weight)]
-                flat = basis.new_empty(0) if whole is None else whole.contiguous().view(-1)
-                arriving = [basis.numel() if each == source else 0 for each in range(self.size)]
-                self.shards.route_(basis.view(-1), flat, arriving, sizes)
+        if self.shards is None or cut_side(weight) != "rows":
+            if whole is not None:
+                part.copy_(whole)
+            if self.shards is not None:
+                self._count(broadcast_moves(_bytes(part)))
+                self.shards.broadcast_(part, source=source)
+            return
+        self._count(gather_moves(min(weight.shape) * part.shape[1] * part.element_size(), self.size))
+        sizes = [rows * part.shape[1] if whole is not None else 0 for rows in self._rows(weight)]
+        flat = part.new_empty(0) if whole is None else whole.contiguous().view(-1)
+        arriving = [part.numel() if each == source else 0 for each in range(self.size)]
+        self.shards.route_(part.view(-1), flat, arriving, sizes)
+
+    def _count(self, moves: int) -> None:
+        """Count what moves for a new basis."""
+        assert self.shards is not None
+        self.shards.moved["basis"] += moves
+
+    def repeat_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by that of the first copy."""
         if self.replicas is not None:
-            self.replicas.broadcast_(basis, source=0)
+            self.replicas.broadcast_(tensor, source=0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _part_shape(shape: Sequence[int], dim: int, num_parts: int, part: int) -> torch.Size:

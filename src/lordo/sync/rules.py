@@ -6,7 +6,6 @@ run on every worker in the same order; which collectives they call depends on th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +14,17 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lordo.lowrank import canonical, common_share, leading_subspace, rounding_noise
+from lordo.finite import first_nonfinite
 from lordo.shards import local
 from lordo.sync.comm import Comm
-from lordo.sync.compressed import means_at_owners, share_encoded_
+from lordo.sync.compressed import means_at_owners
 from lordo.sync.formats import WireFormat
+from lordo.sync.refresh import Member, Refresh, runs
 from lordo.sync.schedule import is_due
 from lordo.sync.shares import LeftOut, average_, heal_
 from lordo.sync.wire import wire_dtype
 
 AnchorDevice = Literal["same", "cpu"]
-Member = tuple[str, Tensor, dict[str, Any]]  # name, parameter, settings of its group
 
 
 @dataclass
@@ -116,18 +115,16 @@ class FirstBasis(Stateless):
         members = [m for m in optimizer.named_members() if "basis" in optimizer.state[m[1]] and not m[2]["started"]]
         if not members:
             return
-        refresh = Refresh(optimizer, comm, members, step, wire=self.wire)
-        if self.wire == "float32":
-            for i, (_, p, _) in enumerate(members):
-                gradient = _usable_gradient(p, comm)
-                comm.mean_at_(gradient, target=refresh.owners[i], tag="first gradient")
-                refresh.compute(i, gradient, first=True)
-        else:
-            parameters = [p for _, p, _ in members]
-            read = partial(_usable_gradient, comm=comm)
-            for i, mean in means_at_owners(comm, parameters, read, refresh.owners, self.wire, tag="first gradient"):
-                refresh.compute(i, mean, first=True)
-        refresh.install()
+        for run in runs(optimizer, members, comm, self.wire):
+            refresh = Refresh(optimizer, comm, run, step, wire=self.wire)
+            if self.wire == "float32":
+                for i, (_, p, _) in enumerate(run):
+                    refresh.compute(i, _mean_gradient(p, comm, target=refresh.owners[i]), first=True)
+            else:
+                read = partial(_usable_gradient, comm=comm)
+                for i, mean in means_at_owners(comm, [p for _, p, _ in run], read, refresh.owners, self.wire, tag="first gradient"):
+                    refresh.compute(i, mean, first=True)
+            refresh.install()
 
 
 class Average(Stateless):
@@ -253,9 +250,23 @@ class PseudoGradient:
             moved: Δ of those whose anchor takes the mean up, and the weight follows. Of the others the weight holds the average.
             onto: those weights hold what later steps did, and the average goes onto that.
         """
-        lowrank = [m for m in members if "basis" in optimizer.state[m[1]]] if self.refresh else []
-        refresh = Refresh(optimizer, comm, lowrank, step, wire=self.basis_wire)
-        mine = {p: i for i, (_, p, _) in enumerate(lowrank) if refresh.owners[i] == comm.rank}
+        overlaps, kept = [], []
+        for run in runs(optimizer, members, comm, self.basis_wire):
+            lowrank = [m for m in run if "basis" in optimizer.state[m[1]]] if self.refresh else []
+            refresh = Refresh(optimizer, comm, lowrank, step, wire=self.basis_wire)
+            self._follow(optimizer, run, moved, refresh, onto=onto)
+            found = refresh.install()
+            overlaps += found[0]
+            kept += found[1]
+        if overlaps or kept:
+            optimizer.report.overlap = sum(overlaps) / len(overlaps) if overlaps else 1.0
+            optimizer.report.kept_bases = tuple(kept)
+
+    def _follow(
+        self, optimizer: Synchronised, members: Sequence[Member], moved: Mapping[Tensor, Tensor], refresh: Refresh, *, onto: bool
+    ) -> None:
+        """`follow` for some of the members, up to the bases of `refresh`, which are not installed yet."""
+        mine = refresh.own_weights()
         for _, p, settings in members:
             state, weight = optimizer.state[p], local(p.detach())
             anchor, averaged = state["anchor"], weight
@@ -266,12 +277,17 @@ class PseudoGradient:
                 delta = _change(weight, anchor)
             if delta is not None and self.outer:
                 nesterov_(averaged, delta, state["outer_momentum"], settings)
+            finish = partial(_take_over, weight, anchor, averaged, onto=onto and p in moved)
             if delta is not None and p in mine:
-                refresh.compute(mine[p], delta)
-            weight.add_(averaged) if onto and p in moved else weight.copy_(averaged)
-            anchor.copy_(averaged)
-        if lowrank:
-            optimizer.report.overlap, optimizer.report.kept_bases = refresh.install()
+                refresh.compute(mine[p], delta, then=finish)  # Δ may lie in the anchor's memory
+            else:
+                finish()
+
+
+def _take_over(weight: Tensor, anchor: Tensor, averaged: Tensor, *, onto: bool) -> None:
+    """Make weight (or, `onto`, what was added to it since) and anchor those of an average."""
+    weight.add_(averaged) if onto else weight.copy_(averaged)
+    anchor.copy_(averaged)
 
 
 def _change(p: Tensor, anchor: Tensor) -> Tensor:
@@ -288,104 +304,11 @@ def nesterov_(weight: Tensor, delta: Tensor, momentum: Tensor, settings: dict[st
     weight.add_(delta, alpha=rate - 1).add_(momentum, alpha=rate * mu)
 
 
-@dataclass(frozen=True)
-class _Collected:
-    """A weight whose new basis is computed by this worker: its number; on the device that computes, all of matrix and old basis."""
-
-    i: int
-    whole: Tensor | None
-    old: Tensor | None
-    noise: float
-    first: bool
-
-
-# What the owner of a weight sends in place of a basis when the present one stays.
-KEEP = math.nan
-
-
-class Refresh:
-    """New bases for some low-rank weights: each computed by one worker, sent to all, installed by all.
-
-    A decomposition that every worker repeats differs in signs and last bits between machines and thread counts; moments averaged
-    later would then live in different bases. Hence one owner for each matrix, the work spread evenly.
-
-    Where a worker is several devices, those of the owner collect as many matrices as they are, each device one, and compute at once.
-    """
-
-    def __init__(self, optimizer: Synchronised, comm: Comm, members: Sequence[Member], step: int, *, wire: WireFormat = "float32") -> None:
-        """The weights, in the same order on every worker, the step t after which this happens, and in which format bases travel."""
-        self.optimizer, self.comm, self.members, self.step, self.wire = optimizer, comm, members, step, wire
-        self.old = [optimizer.state[p]["basis"] for _, p, _ in members]
-        self.new = [torch.empty_like(basis) for basis in self.old]
-        self.owners = spread([float(p.numel() * Q.shape[1]) for (_, p, _), Q in zip(members, self.old, strict=True)], comm.size)
-        self.collected: list[_Collected] = []
-
-    def compute(self, i: int, matrix: Tensor, *, first: bool = False) -> None:
-        """If this worker owns weight number i: its new basis from a matrix of the weight's own shape, which only this worker needs.
-
-        Args:
-            matrix: this device's part of it; it may be overwritten afterwards. first: there was no basis before.
-        """
-        if self.owners[i] != self.comm.rank:
-            return
-        p, inside = self.members[i][1], self.comm.inside
-        with self.comm.timed("basis refresh"):
-            # a worker alone averages nothing, so that nothing is rounded
-            noise = 0.0 if first or self.comm.size == 1 else rounding_noise(local(p.detach()), self.old[i].dtype)
-            noise = inside.highest(noise, device=p.device)
-            old = inside.collect_basis(self.old[i], p, target=len(self.collected))
-            whole = inside.collect(matrix, p, target=len(self.collected))
-            self.collected.append(_Collected(i, whole, old, noise, first))
-            if len(self.collected) == inside.size:
-                self._decompose()
-
-    def _decompose(self) -> None:
-        """New bases from the matrices that were collected: each device of this worker computes that of its own."""
-        inside, computed = self.comm.inside, {}
-        for each in self.collected:
-            name, _, settings = self.members[each.i]
-            if each.whole is not None and each.old is not None:
-                more: dict[str, int] = {"fresh": each.old.shape[1]} if each.first else {}
-                new = leading_subspace(
-                    canonical(each.whole), each.old, method=settings["basis"], seed=(0, name, self.step), noise=each.noise, **more
-                )
-                computed[each.i] = torch.full_like(each.old, KEEP) if new is None else new
-        for source, each in enumerate(self.collected):
-            inside.hand_out_(self.new[each.i], computed.get(each.i), self.members[each.i][1], source=source)
-        self.collected = []
-
-    def install(self) -> tuple[float, tuple[str, ...]]:
-        """Send, rotate and install; returns the mean overlap with the old bases and the names of the bases that stayed."""
-        if self.collected:
-            with self.comm.timed("basis refresh"):
-                self._decompose()
-        if self.wire == "float32":
-            for worker in range(self.comm.size):
-                self.comm.send_(
-                    [new for new, owner in zip(self.new, self.owners, strict=True) if owner == worker], source=worker, tag="basis"
-                )
-        else:
-            share_encoded_(self.comm, self.new, self.owners, self.wire, tag="basis")
-        with self.comm.timed("basis refresh"):
-            overlaps, kept = [], []
-            stays = self.comm.inside.any(torch.stack([new[:1, :1].isnan().any() for new in self.new]))  # a device may have no rows
-            for (name, p, _), new, keep in zip(self.members, self.new, stays.tolist(), strict=True):
-                if keep:
-                    kept.append(name)
-                else:
-                    overlaps.append(common_share(self.optimizer.set_basis(p, new)))
-        return sum(overlaps) / len(overlaps) if overlaps else 1.0, tuple(kept)
-
-
-def spread(costs: Sequence[float], num_workers: int) -> list[int]:
-    """An owner for each task so that the workers' sums of costs come out about even: the dearest first, to whoever has least."""
-    loads = [0.0] * num_workers
-    owners = [0] * len(costs)
-    for task in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owner = loads.index(min(loads))
-        owners[task] = owner
-        loads[owner] += costs[task]
-    return owners
+def _mean_gradient(p: Tensor, comm: Comm, *, target: int) -> Tensor:
+    """The mean of a gradient over the workers, of use to worker `target` alone."""
+    gradient = _usable_gradient(p, comm)
+    comm.mean_at_(gradient, target=target, tag="first gradient")
+    return gradient
 
 
 def _usable_gradient(p: Tensor, comm: Comm) -> Tensor:
@@ -393,4 +316,5 @@ def _usable_gradient(p: Tensor, comm: Comm) -> Tensor:
     if p.grad is None:
         return torch.zeros_like(local(p.detach()), dtype=wire_dtype(p.dtype))
     gradient = local(p.grad).to(wire_dtype(p.dtype), copy=True)
-    return gradient.zero_() if bool(comm.inside.any(~gradient.isfinite().all())) else gradient
+    ruined = torch.tensor([first_nonfinite([("", gradient)]) is not None], device=p.device)
+    return gradient.zero_() if bool(comm.inside.any(ruined)) else gradient

@@ -42,6 +42,14 @@ def broadcast_moves(payload_bytes: int) -> int:
     return payload_bytes
 
 
+def gather_moves(payload_bytes: int, num_workers: int) -> int:
+    """Bytes that bringing parts of one size together at one worker moves, or handing them out from it, in the same units.
+
+    Every part but one crosses a link, once: (M−1)/M of the payload in all, where a broadcast sends that from each worker.
+    """
+    return payload_bytes // num_workers
+
+
 def sent_bytes(moved: int, num_workers: int) -> int:
     """Bytes that each of M workers sends, on average: (M−1)/M of what a collective moves.
 
