@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,9 +99,17 @@ def _task_manager(*, known_tasks: bool) -> Any:
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Keep lm-eval's progress bars, which cannot be switched off, out of files and pipes."""
-    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
-        yield
+    """Keep lm-eval's progress bars, which cannot be switched off, out of files and pipes; and what git says where it is asked in vain."""
+    sys.stderr.flush()
+    own, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        with os.fdopen(own, "w", closefd=False) if sys.stderr.isatty() else io.StringIO() as bars, redirect_stderr(bars):
+            os.dup2(nowhere, 2)  # for other programs
+            yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+        os.close(nowhere)
 
 
 def _local_task(name: str, file: Path) -> dict[str, Any]:
