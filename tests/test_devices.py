@@ -11,12 +11,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import lordo.cli
+import lordo.trainer.devices
 import lordo.trainer.loop
 from lordo.trainer.checkpoint import STATE, WEIGHTS, Share, checkpoints, complete, parts, parts_in
 from lordo.trainer.config import ParallelConfig
-from lordo.trainer.devices import blocks_of, process_name
+from lordo.trainer.devices import blocks_of, cut_over, process_name
+from lordo.trainer.model_config import ModelConfig
 from lordo.trainer.models import build_model
-from lordo.trainer.recipe import load
+from lordo.trainer.recipe import dump, load
 from test_checkpoint import told
 from test_faults import ENDLESS, OPTIONS, Team
 from test_train import lines, micro_recipe, summary
@@ -179,6 +181,21 @@ def test_what_cannot_work_is_said_in_one_sentence(arguments, expected, tmp_path,
     assert not (tmp_path / "runs").exists()
 
 
+def test_processes_that_mean_other_devices_by_a_worker_are_told_so(tmp_path):
+    """Before any waits for those of its worker."""
+
+    def mistaken(rank: int) -> None:
+        main = lordo.cli.main
+        if rank == 1:
+            lordo.cli.main = lambda arguments: main([*arguments, "--workers", "1", *devices(1, 2)])
+
+    with Team(micro_recipe(tmp_path), 2, *devices(1), workers=2, within=mistaken) as team:
+        assert team.codes() == [2, 2]
+        told = team.workers[0].errors
+    assert "parallel.replicate is 1 on worker 0 but 2 on worker 1: start every worker with the same recipe" in told
+    assert not (tmp_path / "runs").exists()
+
+
 def test_too_many_or_too_few_processes_are_told_how_many_there_should_be(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
@@ -208,6 +225,42 @@ def test_with_everything_that_saves_memory_or_time_it_is_still_that_training(who
     assert ends[0] == pytest.approx(ends[1], rel=2e-2)
     total = summary(team.folder)
     assert total["bytes_sent"] == pytest.approx(total["bytes_predicted"], abs=1)
+
+
+OWN_MODELS = {
+    "blocks that are named within blocks": {"model_type": "mamba", "hidden_size": 32, "state_size": 4},
+    "a tied embedding that is named as a block": {
+        "model_type": "roberta",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "is_decoder": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    "no blocks": {"model_type": "openai-gpt", "n_embd": 32, "n_head": 2, "n_positions": 32},
+}
+
+
+def own_model(case: str) -> dict:
+    layers = {"n_layer" if case == "no blocks" else "num_hidden_layers": 2}
+    return {"vocab_size": 256, **layers, **OWN_MODELS[case]}
+
+
+@pytest.mark.parametrize("case", ["blocks that are named within blocks", "a tied embedding that is named as a block"])
+def test_models_whose_blocks_are_no_plain_list_are_cut_all_the_same(case, tmp_path):
+    runs = []
+    for number, size in enumerate((2, 1)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        recipe = load(micro_recipe(folder))
+        recipe = recipe.model_copy(update={"model": ModelConfig(config=own_model(case))})
+        dump(recipe, folder / "micro.toml")
+        with Team(folder / "micro.toml", size, "--train.steps", "5", *devices(size), workers=1) as team:
+            assert set(team.codes()) == {0}, team.workers[0].errors
+        runs.append(team.folder)
+    check_same_training(*runs)
 
 
 def test_compiled_blocks_train_as_others_do(whole, tmp_path):
@@ -250,3 +303,21 @@ def test_processes_are_named_by_worker_and_device():
 def test_blocks_are_those_that_transformers_names(tmp_path):
     model = build_model(load(micro_recipe(tmp_path)).model, seed=0)
     assert [type(block).__name__ for block in blocks_of(model)] == ["LlamaDecoderLayer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    list(zip(OWN_MODELS, (["MambaBlock"] * 2, ["RobertaLayer"] * 2, []), strict=True)),
+)
+def test_no_block_is_within_another_or_shares_a_weight_with_the_rest(case, expected):
+    model = build_model(ModelConfig(config=own_model(case)), seed=0)
+    assert [type(block).__name__ for block in blocks_of(model)] == expected
+
+
+def test_a_model_without_blocks_is_compiled_as_one(monkeypatch):
+    cut: list[torch.nn.Module] = []
+    monkeypatch.setattr(lordo.trainer.devices, "fully_shard", lambda module, mesh: cut.append(module))
+    model = build_model(ModelConfig(config=own_model("no blocks")), seed=0)
+    cut_over(model, None, backend="eager")
+    assert cut == [model]
+    assert model._compiled_call_impl is not None

@@ -60,6 +60,15 @@ def _raise_what_any(processes: Comm, complaint: str | None, parallel: ParallelCo
         raise UsageError(first if number == 0 or len(complaints) == processes.size else f"{process_name(number, parallel)}: {first}")
 
 
+def check_same_devices(config: RunConfig, processes: Comm) -> None:
+    """Before processes join those of their worker: all must mean the same by it, or some wait for ever for others.
+
+    Raises:
+        UsageError: on every process alike, naming the setting.
+    """
+    check_alike(processes.gather({"workers": config.workers, **flat({"parallel": config.parallel.model_dump()})}), config.parallel)
+
+
 def settings_and_text(prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all processes: every setting, and a fingerprint of the text."""
     text = [(part.name, part.fingerprint, len(part.blocks)) for part in prepared.splits.train]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -64,10 +65,9 @@ class Joined:
         return Share(self.workers.rank, self.workers.size, shard, shards)
 
 
-def joined(config: RunConfig, device_type: str, timeout: timedelta) -> Joined:
-    """What each of all processes has, after `init_process_group`, for a type of devices; every exchange may take so long."""
-    assert dist.group.WORLD is not None
-    processes, parallel = Group(dist.group.WORLD), config.parallel
+def joined(processes: Group, config: RunConfig, device_type: str, timeout: timedelta) -> Joined:
+    """What each of all processes has, for a type of devices; every exchange may take so long. All must have the same `parallel`."""
+    parallel = config.parallel
     if parallel.devices == 1:
         return Joined(processes, processes, None)
     names = ("worker", "replicate", "shard")
@@ -82,20 +82,30 @@ def cut_over(model: PreTrainedModel, mesh: DeviceMesh, *, backend: str | None = 
 
     Args:
         model: whole, the same on each device; in host memory, from which it moves block by block. mesh: the devices. backend: of
-            torch.compile, for each block; None compiles nothing.
+            torch.compile, for each block, or for the whole if there are none; None compiles nothing.
     """
-    for block in blocks_of(model):
-        if backend is not None:
-            block.compile(backend=backend)
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    blocks = blocks_of(model)
+    if backend is not None:
+        for module in blocks or [model]:
+            module.compile(backend=backend)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh)
     return model
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of a model that transformers, too, keeps on one device each; none if it names none."""
-    names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
+    """The blocks of a model that transformers, too, keeps on one device each: none within another, none that shares a weight with the rest.
+
+    There may be none. An embedding tied to an output head is such a weight: `fully_shard` takes what is tied in one piece only.
+    """
+    names, blocks, within = model._no_split_modules or (), [], set[nn.Module]()
+    everywhere = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():  # what contains others comes before them
+        here = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        if type(module).__name__ in names and module not in within and all(here[p] == everywhere[p] for p in here):
+            blocks.append(module)
+            within.update(module.modules())
+    return blocks
 
 
 def put_together(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel | None:
@@ -115,4 +125,5 @@ def put_together(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel |
     made: PreTrainedModel = build_model(config.model, seed=config.seed, pretrained=False).to(dtype)  # type: ignore[arg-type]
     with torch.no_grad():
         made.load_state_dict(weights)
+    made.generation_config = model.generation_config  # that of `model.weights`
     return made

@@ -18,8 +18,8 @@ from rich.console import Console
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lordo.sync import Comm, WorkerError, simulate
-from lordo.trainer.alike import on_first, prepare_alike
+from lordo.sync import Comm, Group, WorkerError, simulate
+from lordo.trainer.alike import check_same_devices, on_first, prepare_alike
 from lordo.trainer.checkpoint import Share, checkpoints, clear, complete
 from lordo.trainer.config import RunConfig
 from lordo.trainer.devices import Joined, check_in_one_process, joined, put_together
@@ -168,8 +168,11 @@ def _watched(config: RunConfig, console: Console, resume: bool | Path, store: St
         settle_writers()
         return how_to_go_on(places[0]) if places else None
 
-    all_of_us = joined(config, pick_device(config.train.device).type, EXCHANGE_TIMEOUT)
-    name = all_of_us.processes.gather(uuid.uuid4().hex)[0]  # not that of a watch before a restart
+    assert dist.group.WORLD is not None
+    processes = Group(dist.group.WORLD)
+    check_same_devices(config, processes)
+    all_of_us = joined(processes, config, pick_device(config.train.device).type, EXCHANGE_TIMEOUT)
+    name = processes.gather(uuid.uuid4().hex)[0]  # not that of a watch before a restart
     watch = Watch(PrefixStore(f"watch {name}", store), all_of_us, config, last_words)
     failure: str | None = "an error of its own"
     try:
