@@ -7,6 +7,7 @@ import lordo.cli
 import lordo.trainer.memory
 from lordo.accounting import measured_state_bytes
 from lordo.sync import Solo
+from lordo.trainer.config import ParallelConfig
 from lordo.trainer.memory import Need, need, needed_here
 from lordo.trainer.prepared import build, outline, prepare
 from lordo.trainer.recipe import load, override
@@ -20,6 +21,11 @@ def recipe(tmp_path):
 
 def check(*arguments: object) -> int:
     return lordo.cli.main(["check", *map(str, arguments)])
+
+
+def test_memory_is_told_of_a_device_where_a_worker_has_several(recipe, capsys):
+    assert check(recipe, "--parallel.shards", 2) == 0
+    assert "memory of a device: " in capsys.readouterr().out
 
 
 def test_a_sound_recipe(recipe, capsys):
@@ -103,6 +109,9 @@ def test_processes_compute_at_once_and_workers_of_one_process_may_take_turns(rec
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert needed_here(needed, config, cpu) == (2, 2 * 130)
     assert needed_here(needed, config, torch.device("cuda")) == (1, 130)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    cut = config.model_copy(update={"parallel": ParallelConfig(shards=2)})
+    assert needed_here(needed, cut, torch.device("cuda")) == (1, 130)  # whose devices are never in one process
 
 
 def _parts(config):

@@ -145,4 +145,5 @@ def test_devices_of_the_recipe_are_planned_as_those_of_the_option(recipe, capsys
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]
     assert "4 workers of 2 devices" in told[0]
+    assert "at 1Gbps per device" in told[0]
     assert "galore" not in told[0]

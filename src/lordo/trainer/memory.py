@@ -88,8 +88,8 @@ def needed_here(needed: Need, config: RunConfig, device: torch.device) -> tuple[
     Processes have a GPU each, or compute on one machine at the same time. Workers of one process may take turns: of what is needed
     while computing only one worker's is counted.
     """
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-        workers = 1 if device.type == "cuda" else int(os.environ["LOCAL_WORLD_SIZE"])
+    if "LOCAL_WORLD_SIZE" in os.environ or config.parallel.devices > 1:  # torchrun, which alone starts workers of several devices
+        workers = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return workers, workers * needed.total
     lasting = needed.weights + needed.state
     return config.workers, config.workers * lasting + needed.gradients + needed.logits

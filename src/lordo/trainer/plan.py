@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
     console.print(f"{config.name}: {numel:,} parameters, {config.workers} workers{devices}, {config.train.steps} steps", highlight=False)
     console.print(first.groups.table(), highlight=False, soft_wrap=True)
     for link, speed in zip(links, speeds, strict=True):
-        console.print(table([p.over(speed) for p in plans], link))
+        console.print(table([p.over(speed) for p in plans], f"{link} per {'worker' if num_devices == 1 else 'device'}"))
     console.print(NOTES.format(tflops=asked.tflops), highlight=False, soft_wrap=True)
     if asked.break_even:
         console.print(break_even_table(break_even(first.method, first.weights, first.settings, num_workers=config.workers)))
@@ -162,12 +162,12 @@ def break_even_table(rows: Sequence[BreakEven]) -> Table:
 
 
 def table(plans: Sequence[Plan], link: str) -> Table:
-    """The plans as a table."""
+    """The plans as a table; `link`: its bandwidth, and whose it is."""
     inside = ["inside/step"] if any(p.inside for p in plans) else []
     drawn = plain_table(
         *("method", "sent/step", "sent/sync (mean)", "sent", *inside),
         *("× less", "optimizer", "× less", "memory", "s/round", "s in all", "waiting"),
-        title=f"at {link} per worker",
+        title=f"at {link}",
     )
     for p in plans:
         drawn.add_row(
@@ -199,5 +199,5 @@ def parser() -> RecipeParser:
         "--shards", type=int, metavar="N", help="devices of a worker, each with its part of every weight (default: the recipe's)"
     )
     p.add_argument("--break-even", action="store_true", help="the bandwidth under which each wire format pays for its own compute")
-    p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one worker (default: 100)")
+    p.add_argument("--tflops", type=float, default=100.0, help="sustained 10¹² operations per second of one device (default: 100)")
     return p

@@ -36,7 +36,8 @@ HEADER = [
 ]
 NOTES = """\
 Training loss: the last one recorded, mean over workers. Perplexity: of the averaged model on the run's validation text, the last one
-recorded. Bits per byte: by lordo eval on validation text, where that was run. × less: than DDP with AdamW sends, when the run is over."""
+recorded. Bits per byte: by lordo eval on validation text, where that was run. × less: than DDP with AdamW sends, when the run is over.
+Where a worker is several devices, bytes are those that one of them sends to other workers."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def cells(run: RecordedRun) -> list[str]:
     return [
         run.label,
         run.config.method.name,
-        str(run.config.workers),
+        str(run.config.workers) if run.config.parallel.devices == 1 else f"{run.config.workers} of {run.config.parallel.devices} devices",
         f"{last['step'] if last else 0}/{run.config.train.steps}",
         f"{last['tokens']:,}" if last else "–",
         f"{last['loss']:.4f}" if last and last["loss"] is not None else "–",
