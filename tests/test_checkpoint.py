@@ -349,7 +349,7 @@ def test_another_number_of_workers_goes_on(method, before, after, tmp_path):
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2), (2, 3)])
 def test_who_goes_on_starts_from_the_average_and_the_mean_of_the_errors_stays(before, after, tmp_path):
     _, _, saved = cut_at_three("lordo", before, tmp_path)
-    weights, states = merged_weights(saved), [merged_state(saved, worker) for worker in range(after)]
+    weights, states = dict(merged_weights(saved)), [dict(merged_state(saved, worker)) for worker in range(after)]
     for name in saved[0].names(WEIGHTS):
         assert torch.equal(weights[name], mean([part.tensor(WEIGHTS, name) for part in saved]))
         torch.testing.assert_close(weights[name], torch.stack([part.tensor(WEIGHTS, name) for part in saved]).mean(0))
@@ -366,14 +366,14 @@ def test_moments_in_unlike_bases_are_never_averaged(tmp_path):
     name = next(name.removesuffix(".basis") for name in saved[0].names(STATE) if name.endswith(".basis"))
     assert not torch.equal(saved[0].tensor(STATE, f"{name}.basis"), saved[1].tensor(STATE, f"{name}.basis"))
     for worker in range(3):
-        state = merged_state(saved, worker)
+        state = dict(merged_state(saved, worker))
         for key in ("basis", "exp_avg", "exp_avg_sq"):
             assert torch.equal(state[f"{name}.{key}"], saved[worker % 2].tensor(STATE, f"{name}.{key}"))
 
 
 def test_what_all_workers_hold_alike_stays_to_the_bit(tmp_path):
     _, _, saved = cut_at_three("ddp-adamw", 3, tmp_path)
-    for name, tensor in {**merged_weights(saved), **merged_state(saved, 1)}.items():
+    for name, tensor in (*merged_weights(saved), *merged_state(saved, 1)):
         file = STATE if name.startswith("optimizer/") else WEIGHTS
         assert torch.equal(tensor, saved[0].tensor(file, name)), name
 

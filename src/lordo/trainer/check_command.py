@@ -60,8 +60,7 @@ def _model(config: RunConfig, console: Console) -> None:
     device = pick_device(config.train.device)
     needed = need(shapes.method, shapes.weights, shapes.settings, config, device)
     console.print(f"{shapes.method.name}, {sum(w.numel for w in shapes.weights):,} parameters, {batch_derivation(config)}", highlight=False)
-    whose = "worker" if config.parallel.devices == 1 else "device"
-    console.print(f"memory of a {whose}: {gigabytes(needed.total)} at least ({needed})", highlight=False)
+    console.print(f"memory of a {config.parallel.unit}: {gigabytes(needed.total)} at least ({needed})", highlight=False)
     check_memory(needed, config, device)
     check_compiles(config, device)
 

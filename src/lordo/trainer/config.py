@@ -48,6 +48,11 @@ class ParallelConfig(Settings):
         """Devices of a worker."""
         return self.shards * self.replicate
 
+    @property
+    def unit(self) -> str:
+        """What bytes and sequences are counted for: a "worker", or a "device" where that is one of several."""
+        return "worker" if self.devices == 1 else "device"
+
 
 class CompareConfig(Settings):
     """What `lordo compare` runs; each may also be given as an option of that command."""
@@ -144,9 +149,8 @@ class RunConfig(Settings):
                 f"parallel.replicate): take a multiple of {devices}"
             )
         if self.sequences_per_device % accumulate:
-            whose = "worker" if devices == 1 else "device"
             raise ValueError(
-                f"batch.accumulate = {accumulate} does not divide the {self.sequences_per_device} sequences of a {whose}: "
+                f"batch.accumulate = {accumulate} does not divide the {self.sequences_per_device} sequences of a {self.parallel.unit}: "
                 "take a divisor of that number"
             )
         return self

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lordo.sync import Group
 from lordo.sync.dtensors import whole
-from lordo.trainer.checkpoint import Share
+from lordo.sync.inside import Inside
 from lordo.trainer.config import ParallelConfig, RunConfig
 from lordo.trainer.models import build_model
 from lordo.trainer.settings import UsageError
@@ -58,12 +58,6 @@ class Joined:
     workers: Group
     mesh: DeviceMesh | None
 
-    @property
-    def share(self) -> Share:
-        """Which part of a checkpoint is this process's."""
-        shards, shard = (1, 0) if self.mesh is None else (self.mesh.size(-1), self.mesh.get_local_rank(self.mesh.ndim - 1))
-        return Share(self.workers.rank, self.workers.size, shard, shards)
-
 
 def joined(processes: Group, config: RunConfig, device_type: str, timeout: timedelta) -> Joined:
     """What each of all processes has, for a type of devices; every exchange may take so long. All must have the same `parallel`."""
@@ -74,7 +68,10 @@ def joined(processes: Group, config: RunConfig, device_type: str, timeout: timed
     mesh = init_device_mesh(device_type, (config.workers, parallel.replicate, parallel.shards), mesh_dim_names=names)
     for name in names:
         _set_pg_timeout(timeout, mesh.get_group(name))
-    return Joined(processes, Group(mesh.get_group("worker")), mesh["replicate", "shard"] if parallel.replicate > 1 else mesh["shard"])
+    workers, replicas, shards = (Group(mesh.get_group(name)) if mesh.size(i) > 1 or i == 0 else None for i, name in enumerate(names))
+    assert workers is not None
+    workers.inside = Inside(shards, replicas)
+    return Joined(processes, workers, mesh["replicate", "shard"] if parallel.replicate > 1 else mesh["shard"])
 
 
 def cut_over(model: PreTrainedModel, mesh: DeviceMesh, *, backend: str | None = None) -> PreTrainedModel:

@@ -28,6 +28,7 @@ from lordo.trainer.going_on import folder_to_resume, is_restart, usable, usable_
 from lordo.trainer.loop import Outcome, train
 from lordo.trainer.models import drops_out
 from lordo.trainer.prepared import Prepared, pick_device, prepare
+from lordo.trainer.resume import share_of
 from lordo.trainer.saving import Keeping
 from lordo.trainer.settings import UsageError
 from lordo.trainer.stopping import Interrupted, StopPoint, signals_stop
@@ -183,6 +184,9 @@ def _watched(config: RunConfig, console: Console, resume: bool | Path, store: St
     except Interrupted:
         failure = None
         raise
+    except torch.OutOfMemoryError as error:
+        failure = str(error)
+        raise
     except RuntimeError as error:  # of a collective; of fully_shard's own, too, to which torch has no other name
         failure = watch.blame()
         if failure is None and not isinstance(error, WorkerError):
@@ -206,7 +210,7 @@ def _work_as_process(
     processes, workers, mesh = all_of_us.processes, all_of_us.workers, all_of_us.mesh
     prepared = prepare_alike(config, processes)
     path = on_first(processes, lambda: folder_to_resume(config, resume))
-    steps = usable_by_all(path, processes, all_of_us.share) if path else []
+    steps = usable_by_all(path, processes, share_of(workers)) if path else []
     folder = on_first(processes, lambda: _begin(prepared, console, path, steps), keep=True)
     place = on_first(processes, lambda: folder.path if folder else None)
     assert place is not None

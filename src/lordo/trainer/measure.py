@@ -82,7 +82,8 @@ class Measure:
         self.latest: SyncMeasures | None = None
         self._members = [p for _, p, _ in optimizer.named_members()]
         sizes = [local(p.detach()).numel() for p in self._members]
-        self._places = [_places(i, size, sum(sizes)) for i, size in enumerate(sizes)]
+        total = max(1, sum(sizes))
+        self._places = [_places(i, size, total) for i, size in enumerate(sizes)]
         self._note: _Note | None = None
         optimizer.local_step_hooks.append(self._look)
         self.go_back(going_on)
@@ -194,7 +195,7 @@ class Measure:
 
     def _spread(self, weights: list[Tensor]) -> float | None:
         """See `SyncMeasures.spread`; None for a worker alone, where nothing moved, or where the start is not known."""
-        if not self._start.numel() or len(weights) == 1:
+        if len(weights) == 1 or self._start.shape != weights[0].shape:
             return None
         stacked = torch.stack(weights).double()
         center = stacked.mean(dim=0)

@@ -12,7 +12,7 @@ import torch
 
 from lordo.accounting import Weight, on_device, state_bytes
 from lordo.methods import Method
-from lordo.trainer.config import ParallelConfig, RunConfig
+from lordo.trainer.config import RunConfig
 
 LOGITS_COPIES = 2
 """The logits in float32 and their gradient are there at the same time."""
@@ -51,7 +51,7 @@ def gigabytes(size: int) -> str:
 
 def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any], config: RunConfig, device: torch.device) -> Need:
     """What one worker of a run needs on a device, or one of its devices; layers that are gathered for a moment come on top then."""
-    weights = parts_of(weights, config.parallel)
+    weights = parts_of(weights, config.parallel.shards)
     size = sum(weight.part_numel * weight.dtype.itemsize for weight in weights)
     vocabulary = max((max(weight.shape) for weight in weights if len(weight.shape) == 2), default=1)  # the embedding is the longest matrix
     tokens = config.sequences_per_device // config.batch.accumulate * config.data.sequence_length
@@ -60,9 +60,9 @@ def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any],
     return Need(size, size, state, LOGITS_COPIES * 4 * tokens * vocabulary, host=held.total() - state)
 
 
-def parts_of(weights: Sequence[Weight], parallel: ParallelConfig) -> list[Weight]:
-    """What the first device of a worker has of its weights; its parts are the largest."""
-    return [replace(weight, shards=parallel.shards) for weight in weights]
+def parts_of(weights: Sequence[Weight], shards: int) -> list[Weight]:
+    """What the first of so many devices has of a worker's weights; its parts are the largest."""
+    return [replace(weight, shards=shards) for weight in weights]
 
 
 def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:

@@ -8,7 +8,7 @@ whole numbers. Of these worker j takes what worker j modulo the number that save
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,17 +18,17 @@ from lordo.trainer.checkpoint import STATE, WEIGHTS, Part
 _WITH_THE_BASIS = ("basis", "exp_avg", "exp_avg_sq", "step", "error", "error_projection")
 
 
-def merged_weights(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """The mean of the workers' weights, by name."""
-    return {name: mean([part.tensor(WEIGHTS, name) for part in parts]) for name in parts[0].names(WEIGHTS)}
+def merged_weights(parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    """The mean of the workers' weights, one after another, each with its name."""
+    return ((name, mean([part.tensor(WEIGHTS, name) for part in parts])) for name in parts[0].names(WEIGHTS))
 
 
-def merged_state(parts: Sequence[Part], worker: int) -> dict[str, Tensor]:
-    """Optimizer state for one worker, by "parameter.key"."""
+def merged_state(parts: Sequence[Part], worker: int) -> Iterator[tuple[str, Tensor]]:
+    """Optimizer state for one worker, one tensor after another, each with its name, "parameter.key"."""
     own = parts[worker % len(parts)]
     names = [name for name in own.names(STATE) if name.startswith("optimizer/")]
     copied = _without_mean(parts, names)
-    return {name: own.tensor(STATE, name) if name in copied else mean([part.tensor(STATE, name) for part in parts]) for name in names}
+    return ((name, own.tensor(STATE, name) if name in copied else mean([part.tensor(STATE, name) for part in parts])) for name in names)
 
 
 def _without_mean(parts: Sequence[Part], names: Sequence[str]) -> set[str]:

@@ -14,6 +14,7 @@ from lordo.optim.options import check_whole
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig
 from lordo.trainer.link import BreakEven, Load, break_even, load_of
+from lordo.trainer.memory import parts_of
 from lordo.trainer.options import RecipeParser
 from lordo.trainer.prepared import outline
 from lordo.trainer.settings import UsageError
@@ -79,7 +80,7 @@ def plan(config: RunConfig, method: Method, *, bits_per_second: float, flops: fl
     """
     own = member_config(config, method, (), lr=config.method.lr, seed=config.seed)
     shapes = outline(own)
-    settings, weights = shapes.settings, [replace(weight, shards=shards) for weight in shapes.weights]
+    settings, weights = shapes.settings, parts_of(shapes.weights, shards)
     if shards > 1 and any(weight.is_lowrank for weight in weights):
         method.check_parts(settings)
     ddp, steps, workers = METHODS["ddp-adamw"], config.train.steps, config.workers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -152,7 +152,7 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
     own = parts[0] if same else parts[workers.rank % len(parts)]
     is_part = same and same_devices and share.shards > 1  # what is read is no whole tensor
     _write_weights(model, _read(own, WEIGHTS) if same else merged_weights(parts), are_parts=is_part)
-    state = _read(own, STATE, "optimizer/") if same else merged_state(parts, workers.rank)
+    state = _read(own, STATE) if same else merged_state(parts, workers.rank)
     groups = own.facts["groups"] if same else _merged_groups(parts, workers)
     optimizer.load_state_dict(_state_dict(optimizer, state, groups, are_parts=is_part))
     optimizer.report = SyncReport(**_untupled(own.facts["report"]))
@@ -180,28 +180,34 @@ def restore(parts: Sequence[Part], model: PreTrainedModel, optimizer: Distribute
     )
 
 
-def _read(part: Part, file: str, beginning: str = "") -> dict[str, Tensor]:
-    return {name: part.tensor(file, name) for name in part.names(file) if name.startswith(beginning)}
+def _read(part: Part, file: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a part, one after another: of weights that devices share, all of them may not fit into memory."""
+    return ((name, part.tensor(file, name)) for name in part.names(file) if file == WEIGHTS or name.startswith("optimizer/"))
 
 
 @torch.no_grad()
-def _write_weights(model: PreTrainedModel, values: Mapping[str, Tensor], *, are_parts: bool) -> None:
-    for name, tensor in _weights(model).items():
-        local(tensor).copy_(values[name] if are_parts else own_part("weight", values[name], tensor, lowrank=False))
+def _write_weights(model: PreTrainedModel, values: Iterable[tuple[str, Tensor]], *, are_parts: bool) -> None:
+    left = _weights(model)
+    for name, value in values:
+        tensor = left.pop(name)
+        local(tensor).copy_(value if are_parts else own_part("weight", value, tensor, lowrank=False))
+    assert not left, f"not in the checkpoint: {', '.join(left)}"
 
 
 def _state_dict(
-    optimizer: DistributedOptimizer, state: Mapping[str, Tensor], groups: list[dict[str, Any]], *, are_parts: bool
+    optimizer: DistributedOptimizer, state: Iterable[tuple[str, Tensor]], groups: list[dict[str, Any]], *, are_parts: bool
 ) -> dict[str, Any]:
     """As `optimizer.load_state_dict` takes it."""
     ids = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     by_parameter: dict[int, dict[str, Tensor]] = {}
     members = {name: p for name, p, _ in optimizer.named_members()}
-    for full, tensor in state.items():
+    for full, tensor in state:
         name, _, key = full.removeprefix("optimizer/").rpartition(".")
-        p = members[name]
-        value = as_dtensor(key, tensor, p, lowrank="basis" in optimizer.state[p]) if are_parts else tensor
-        by_parameter.setdefault(ids[id(p)], {})[key] = value
+        p, lowrank = members[name], "basis" in optimizer.state[members[name]]
+        part = tensor if are_parts else own_part(key, tensor, p, lowrank=lowrank)
+        if part.numel() < tensor.numel():
+            part = part.clone()  # or all of the tensor would stay in memory with it
+        by_parameter.setdefault(ids[id(p)], {})[key] = as_dtensor(key, part, p, lowrank=lowrank)
     numbers = iter(range(len(ids)))
     return {
         "state": by_parameter,

@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Summary:
 def summarize(prepared: Prepared, outcome: Outcome, workers: Comm, *, at_once: int | None) -> Summary:
     """The summary of a finished run, as worker 0 sees it."""
     config, settings, weights = prepared.config, prepared.settings, prepared.weights
-    own = parts_of(weights, config.parallel)
+    own = parts_of(weights, config.parallel.shards)
     steps, num_workers = config.train.steps, workers.size
     sent = {tag: size for tag, size in sorted(bytes_sent(outcome.eras).items()) if tag != "evaluation" and size}
     predicted = predicted_bytes(prepared.method, weights, settings, outcome.eras)
@@ -120,7 +120,7 @@ def predicted_bytes(method: Method, weights: Sequence[Weight], settings: Mapping
     total: Counter[str] = Counter()
     before = 0
     for number, era in enumerate(eras, start=1):
-        own = [replace(weight, shards=era.shards) for weight in weights]
+        own = parts_of(weights, era.shards)
         last, synced = number == len(eras), era.end if era.synced is None else era.synced
         total += traffic(method, own, settings, steps=synced, num_workers=era.workers, final_average=last)
         if before:

@@ -56,11 +56,11 @@ def print_prepared(prepared: Prepared, console: Console) -> None:
         told = ", ".join(f"{name} = {value}" for name, value in phase.settings().items())
         console.print(f"from step {phase.from_step}: {told}", highlight=False)
     console.print(prepared.groups.table(), highlight=False, soft_wrap=True)
-    weights = parts_of(prepared.weights, config.parallel)
+    weights = parts_of(prepared.weights, config.parallel.shards)
     held = state_bytes(prepared.method, weights, prepared.settings, device=pick_device(prepared.config.train.device).type)
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in held.items() if kind != "step")
     console.print(
-        f"optimizer state per {'worker' if config.parallel.devices == 1 else 'device'}: {human_bytes(on_device(held))} ({parts})\n",
+        f"optimizer state per {config.parallel.unit}: {human_bytes(on_device(held))} ({parts})\n",
         highlight=False,
     )
 
@@ -85,7 +85,7 @@ def batch_derivation(config: RunConfig) -> str:
         text = f"{tokens} / ({workers} workers × {length} tokens) = {sequences} sequences each"
     accumulate, devices = config.batch.accumulate, config.parallel.devices
     if devices > 1:
-        text = f"{text}, {config.sequences_per_device} on each of a worker's {devices} devices"
+        text = f"{text}, {config.sequences_per_device} of them on each of a worker's {devices} devices"
     return text if accumulate == 1 else f"{text}, computed {config.sequences_per_device // accumulate} at a time"
 
 
