@@ -15,7 +15,7 @@ class Progress:
     Attributes:
         step: t. workers: how many took part in it.
         loss: mean over workers of the training loss of this step, nats. loss_min, loss_max: over workers.
-        lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far.
+        lr: learning rate of this step. tokens: read by all workers so far. bytes_sent: per worker so far (of several devices: by each).
         seconds: since the first step. tokens_per_second: of all workers together, since the last record.
         steps_to_next_sync: 1 to K. gradient_norm: of worker 0, before clipping. skipped_steps: summed over workers.
         spikes: steps that workers left out for a loss out of proportion, summed over workers.
