@@ -50,7 +50,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 SMALL = shlex.split(
-    "--model.config.vocab_size 512 --data.sequence_length 16 --batch.per_worker_sequences 1 --train.warmup_steps 5 --train.device cpu"
+    "--model.config.vocab_size 512 --data.sequence_length 16 --batch.per_worker_sequences 1 --train.warmup_steps 5 --train.decay_steps 5"
 )
 
 
