@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -90,6 +90,11 @@ def weights_of(param_groups: Iterable[Mapping[str, Any]]) -> list[Weight]:
             if p.requires_grad:
                 weights.append(Weight(tuple(p.shape), group.get("rank"), p.dtype, *place_of(p)))
     return weights
+
+
+def parts_of(weights: Sequence[Weight], shards: int) -> list[Weight]:
+    """What the first of so many devices has of a worker's whole weights; its parts are the largest."""
+    return [replace(weight, shards=shards) for weight in weights]
 
 
 def moment_numel(weight: Weight) -> int:

@@ -50,7 +50,8 @@ def evaluate(model: PreTrainedModel, optimizer: DistributedOptimizer, blocks: Te
     mine = blocks[comm.rank :: comm.size]
     own = mine[comm.inside.device :: comm.inside.num_devices]
     # devices that share weights must read equally often: who has one block less reads its worker's first one, and does not count it
-    read = torch.cat([own, mine[: -(-len(mine) // comm.inside.num_devices) - len(own)]])
+    lacks = -(-len(mine) // comm.inside.num_devices) - len(own)
+    read = torch.cat([own, mine[:lacks]]) if lacks else own
     with averaged_weights(model, optimizer), comm.timed("evaluation"):
         batch_size = min(BATCH_SEQUENCES, sequences_at_once(model, blocks.shape[1]))
         total = float(block_losses(model, read, batch_size)[: len(own)].sum()) if len(read) else 0.0

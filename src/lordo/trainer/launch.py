@@ -184,11 +184,8 @@ def _watched(config: RunConfig, console: Console, resume: bool | Path, store: St
     except Interrupted:
         failure = None
         raise
-    except torch.OutOfMemoryError as error:
-        failure = str(error)
-        raise
     except RuntimeError as error:  # of a collective; of fully_shard's own, too, to which torch has no other name
-        failure = watch.blame()
+        failure = None if isinstance(error, torch.OutOfMemoryError) else watch.blame()
         if failure is None and not isinstance(error, WorkerError):
             failure = str(error)
             raise

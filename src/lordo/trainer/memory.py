@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lordo.accounting import Weight, on_device, state_bytes
+from lordo.accounting import Weight, on_device, parts_of, state_bytes
 from lordo.methods import Method
 from lordo.trainer.config import RunConfig
 
@@ -58,11 +58,6 @@ def need(method: Method, weights: Sequence[Weight], settings: Mapping[str, Any],
     held = state_bytes(method, weights, settings, device=device.type)
     state = on_device(held)
     return Need(size, size, state, LOGITS_COPIES * 4 * tokens * vocabulary, host=held.total() - state)
-
-
-def parts_of(weights: Sequence[Weight], shards: int) -> list[Weight]:
-    """What the first of so many devices has of a worker's weights; its parts are the largest."""
-    return [replace(weight, shards=shards) for weight in weights]
 
 
 def check_memory(needed: Need, config: RunConfig, device: torch.device) -> None:

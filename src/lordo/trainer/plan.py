@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from rich.table import Table
 
-from lordo.accounting import Weight, adamw_state_bytes, inside_step_bytes, on_device, state_bytes, traffic
+from lordo.accounting import Weight, adamw_state_bytes, inside_step_bytes, on_device, parts_of, state_bytes, traffic
 from lordo.methods import METHODS, Method, find
 from lordo.optim.options import check_whole
 from lordo.trainer.compare import member_config
 from lordo.trainer.config import RunConfig
 from lordo.trainer.link import BreakEven, Load, break_even, load_of
-from lordo.trainer.memory import parts_of
 from lordo.trainer.options import RecipeParser
 from lordo.trainer.prepared import outline
 from lordo.trainer.settings import UsageError

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from lordo.accounting import Weight, adamw_state_bytes, measured_state_bytes, on_device, state_bytes, traffic
+from lordo.accounting import Weight, adamw_state_bytes, measured_state_bytes, on_device, parts_of, state_bytes, traffic
 from lordo.methods import METHODS, Method
 from lordo.sync import Comm
 from lordo.trainer.eras import Era, bytes_sent
 from lordo.trainer.loop import Outcome
-from lordo.trainer.memory import parts_of
 from lordo.trainer.prepared import Prepared
 
 SHARED_WORK = ("basis refresh", "encoding", "communication", "evaluation")  # what is timed beside compute

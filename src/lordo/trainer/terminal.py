@@ -10,9 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lordo.accounting import on_device, state_bytes
+from lordo.accounting import on_device, parts_of, state_bytes
 from lordo.trainer.config import RunConfig
-from lordo.trainer.memory import parts_of
 from lordo.trainer.prepared import Prepared, pick_device
 from lordo.trainer.splits import Splits
 from lordo.trainer.summary import Summary
